@@ -1,0 +1,274 @@
+"""Execute a lowered plan on one device: op kind to handler, items in program order.
+
+The executor follows orders and dependencies, not clocks. Where it stands in the chain: a plan is
+lowered to one ``Program`` a device (``core.program``); this walks its items on the compute thread,
+hands O and R ops to the lanes as soon as everything they wait for has been issued, and makes the
+compute wait where the program says so.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from megatron_optpipe.core.op import Op
+from megatron_optpipe.core.program import Compute, Message, Program, Recv, Send
+from megatron_optpipe.runtime.faults import Aborted, RuntimeFault, describe
+from megatron_optpipe.runtime.lanes import Event, Job, Lanes, Transfer
+from megatron_optpipe.runtime.transport import Transport
+
+
+class Handlers(Protocol):
+    """What the model does for each kind of compute op."""
+
+    def forward(self, op: Op, received: Tensor | None) -> Tensor | None:
+        """Run F. ``received``: output of the previous stage, detached (``None`` for stage 0).
+
+        Returns the output for the next stage (``None`` for the last stage).
+        """
+
+    def backward_input(self, op: Op, received: Tensor | None) -> Tensor | None:
+        """Run B. ``received``: gradient of this stage's output (``None`` for the last stage).
+
+        Returns the gradient of this stage's input (``None`` for stage 0).
+        """
+
+    def backward_weight(self, op: Op) -> None:
+        """Run W: the weight gradients that B left to do."""
+
+
+class Store(Protocol):
+    """The part of ``store.ActivationStore`` that the executor uses."""
+
+    def saving(self, op: Op) -> AbstractContextManager[None]:
+        """Around F: collect what autograd saves."""
+
+    def using(self, op: Op) -> AbstractContextManager[None]:
+        """Around B: hand back what was saved, and drop it at the end."""
+
+    def offload(self, op: Op) -> Transfer:
+        """The copy to the host of O op ``op``."""
+
+    def reload(self, op: Op) -> Transfer:
+        """The copy back of R op ``op``."""
+
+
+class Recorder(Protocol):
+    """Sees every op begin and end, on the thread or stream that runs it."""
+
+    def begin(self, op: Op) -> None:
+        """``op`` starts now."""
+
+    def end(self, op: Op) -> None:
+        """``op`` has ended."""
+
+
+@dataclass(slots=True)
+class HostTimes:
+    """Where the compute thread's time of one run went, in seconds."""
+
+    total_s: float = 0.0
+    handlers_s: float = 0.0
+    waiting_s: float = 0.0
+
+    @property
+    def overhead_s(self) -> float:
+        """The executor's own time: neither in a handler nor waiting for something."""
+        return self.total_s - self.handlers_s - self.waiting_s
+
+
+class Executor:
+    """Runs one iteration of ``program`` each time ``run`` is called.
+
+    ``recorder`` sees compute ops here and O and R ops from the lanes (give the lanes the same
+    one). Raises ``RuntimeFault`` naming rank, op and position for whatever goes wrong; a rank that
+    stops because another failed raises ``Aborted`` with the other's message.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        handlers: Handlers,
+        transport: Transport,
+        lanes: Lanes,
+        store: Store,
+        recorder: Recorder | None = None,
+    ) -> None:
+        self.program = program
+        self.times = HostTimes()
+        self._transport = transport
+        self._lanes = lanes
+        self._store = store
+        self._recorder = recorder
+        self._handlers: dict[str, Callable[[Op], None]] = {
+            "F": lambda op: self._forward(handlers, op),
+            "B": lambda op: self._backward_input(handlers, op),
+            "W": lambda op: self._backward_weight(handlers, op),
+        }
+        self._compute_ops = [item.op for item in program.items if isinstance(item, Compute)]
+        self._own = {*self._compute_ops, *program.offload, *program.reload}
+        self._sent = {i.message.producer for i in program.items if isinstance(i, Send)}
+        self._received = {
+            consumer_of(i.message.producer): i.message
+            for i in program.items
+            if isinstance(i, Recv)
+        }
+        transfers = (*program.offload, *program.reload)
+        waited = {first for op in transfers for first in program.waits.get(op, ())}
+        self._marked = waited & set(self._compute_ops)
+
+    def run(self) -> None:
+        """Run one iteration; returns when all ops, sends and copies of this device have ended."""
+        self.times = HostTimes()
+        self._events: dict[Op, Event] = {}
+        self._queues = [
+            (self._lanes.offload, self._store.offload, list(reversed(self.program.offload))),
+            (self._lanes.reload, self._store.reload, list(reversed(self.program.reload))),
+        ]
+        self._outbox: dict[Op, Tensor] = {}
+        self._local: dict[Op, Tensor] = {}
+        self._position = 0
+        self._current: Op | None = None
+        started = time.perf_counter()
+        try:
+            self._run_items()
+            self._current = None
+            self._wait(self._transport.finish)
+            self._wait(self._lanes.finish)
+        except RuntimeFault:
+            raise
+        except Exception as failure:
+            raise self._fault(failure) from failure
+        finally:
+            self.times.total_s = time.perf_counter() - started
+
+    def _run_items(self) -> None:
+        transport = self._transport
+        self._submit_ready()
+        for item in self.program.items:
+            if isinstance(item, Compute):
+                self._current = item.op
+                self._compute(item.op)
+                self._position += 1
+            elif isinstance(item, Send):
+                self._current = item.message.producer
+                output = self._outbox.pop(self._current)
+                self._send(item.message, output)
+            else:
+                transport.post_receive(item.message)
+        left = [op for _, _, queue in self._queues for op in queue]
+        if left:
+            raise RuntimeError(f"transfers never became ready: {', '.join(map(str, left))}")
+
+    def _send(self, message: Message, output: Tensor) -> None:
+        if self._transport.sends_block:
+            self._wait(lambda: self._transport.send(message, output))
+        else:
+            self._transport.send(message, output)
+
+    def _compute(self, op: Op) -> None:
+        self._lanes.check()
+        for first in self.program.waits.get(op, ()):
+            if first.kind in ("O", "R"):
+                self._wait(self._event(first).wait)
+        self._handlers[op.kind](op)
+        if op in self._marked:
+            self._events[op] = self._lanes.mark(op)
+        self._submit_ready()
+
+    def _submit_ready(self) -> None:
+        """Submit every O and R whose waits have all been issued, each lane in its order."""
+        moved = True
+        while moved:
+            moved = False
+            for lane, transfer, queue in self._queues:
+                while queue and self._issued(queue[-1]):
+                    op = queue.pop()
+                    waits = self.program.waits.get(op, ())
+                    self._events[op] = lane.submit(
+                        Job(
+                            op,
+                            transfer(op),
+                            tuple(self._events[w] for w in waits if w in self._own),
+                            tuple(w for w in waits if w not in self._own),
+                        )
+                    )
+                    moved = True
+
+    def _issued(self, op: Op) -> bool:
+        return all(w in self._events for w in self.program.waits.get(op, ()) if w in self._own)
+
+    def _event(self, op: Op) -> Event:
+        event = self._events.get(op)
+        if event is None:
+            waits = ", ".join(str(w) for w in self.program.waits.get(op, ()))
+            raise RuntimeError(f"{op} was not issued before it was waited for (it waits {waits})")
+        return event
+
+    def _forward(self, handlers: Handlers, op: Op) -> None:
+        received = self._take_input(op)
+        with self._store.saving(op):
+            output = self._timed(op, lambda: handlers.forward(op, received))
+        self._deliver(op, output)
+
+    def _backward_input(self, handlers: Handlers, op: Op) -> None:
+        received = self._take_input(op)
+        with self._store.using(op):
+            output = self._timed(op, lambda: handlers.backward_input(op, received))
+        self._deliver(op, output)
+
+    def _backward_weight(self, handlers: Handlers, op: Op) -> None:
+        self._timed(op, lambda: handlers.backward_weight(op))
+
+    def _take_input(self, op: Op) -> Tensor | None:
+        """The tensor that ``op`` consumes: a message, a local hand-over, or nothing."""
+        message = self._received.get(op)
+        if message is None:
+            return self._local.pop(op, None)
+        return self._wait(lambda: self._transport.receive(message))
+
+    def _deliver(self, op: Op, output: Tensor | None) -> None:
+        """Keep ``output`` for its send, or for the consumer on this device."""
+        consumer = consumer_of(op)
+        if op in self._sent or consumer in self._own:
+            if output is None:
+                raise RuntimeError(f"the handler returned nothing, but {consumer} needs its output")
+            target = self._outbox if op in self._sent else self._local
+            target[op if op in self._sent else consumer] = output.detach()
+
+    def _timed[T](self, op: Op, call: Callable[[], T]) -> T:
+        if self._recorder is not None:
+            self._recorder.begin(op)
+        started = time.perf_counter()
+        try:
+            return call()
+        finally:
+            self.times.handlers_s += time.perf_counter() - started
+            if self._recorder is not None:
+                self._recorder.end(op)
+
+    def _wait[T](self, call: Callable[[], T]) -> T:
+        started = time.perf_counter()
+        try:
+            return call()
+        finally:
+            self.times.waiting_s += time.perf_counter() - started
+
+    def _fault(self, failure: Exception) -> RuntimeFault:
+        rank, op = self.program.device, self._current
+        position = f"position {self._position + 1} of {len(self._compute_ops)} compute ops"
+        text = describe(rank, op, position, f"{type(failure).__name__}: {failure}")
+        return RuntimeFault(text, rank=rank, op=op, position=position)
+
+
+def consumer_of(op: Op) -> Op:
+    """The op that takes the output of F or B op ``op``: next stage's F, previous stage's B."""
+    return Op(op.kind, op.stage + (1 if op.kind == "F" else -1), op.microbatch)
+
+
+__all__ = ["Aborted", "Executor", "Handlers", "HostTimes", "RuntimeFault", "consumer_of"]
