@@ -1,6 +1,6 @@
 """The CPU stand-in: an unmodified Megatron script on a machine without a GPU, over gloo.
 
-It replaces attributes of torch (and one function of Megatron, see ``absent``) before the script
+It replaces attributes of torch (and one function of Megatron, see ``helpers``) before the script
 starts, and edits no file. ``install`` does it, ``launch.main`` is ``python -m
 megatron_optpipe.cpu``. What it cannot show: overlap, CUDA's own numerics, and a missing wait, for
 streams here are always done.
@@ -12,7 +12,7 @@ import os
 import sys
 
 from megatron_optpipe.core.errors import OptPipeError
-from megatron_optpipe.megatron.cpu.replacements import Replacements
+from megatron_optpipe.megatron.replacements import Replacements
 
 #: What Megatron must be told as well: no NCCL, no Transformer Engine, no fused CUDA kernels.
 CPU_FLAGS = (
@@ -58,12 +58,13 @@ def install() -> Replacements:
         OptPipeError: torch was imported before without ``TORCHDYNAMO_DISABLE``.
     """
     prepare_environment()
-    from megatron_optpipe.megatron.cpu.absent import hide_gpu_packages, skip_helper_build
+    from megatron_optpipe.megatron.cpu.absent import hide_gpu_packages
     from megatron_optpipe.megatron.cpu.device import stand_in_device
     from megatron_optpipe.megatron.cpu.loader import stand_in_loader
     from megatron_optpipe.megatron.cpu.rng import stand_in_rng
     from megatron_optpipe.megatron.cpu.streams import stand_in_streams
     from megatron_optpipe.megatron.cpu.tensors import stand_in_factories, stand_in_methods
+    from megatron_optpipe.megatron.helpers import skip_helper_build
 
     book = Replacements()
     stand_in_device(book)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from megatron_optpipe.megatron.cpu.replacements import Replacements
+from megatron_optpipe.megatron.replacements import Replacements
 
 CPU = torch.device("cpu")
 

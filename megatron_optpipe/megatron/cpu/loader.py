@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from megatron_optpipe.megatron.cpu.replacements import Replacements
+from megatron_optpipe.megatron.replacements import Replacements
 
 
 def stand_in_loader(book: Replacements) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from megatron_optpipe.megatron.cpu.replacements import Replacements
+from megatron_optpipe.megatron.replacements import Replacements
 
 #: Megatron's tracker warns on every fork that the CPU generator moved inside a GPU context. Here
 #: the two are one generator, so that is no news.

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from megatron_optpipe.megatron.cpu.device import CPU
-from megatron_optpipe.megatron.cpu.replacements import Replacements
+from megatron_optpipe.megatron.replacements import Replacements
 
 
 class Event:

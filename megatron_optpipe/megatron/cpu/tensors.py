@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from megatron_optpipe.megatron.cpu.device import CPU, names_cuda
-from megatron_optpipe.megatron.cpu.replacements import Replacements
+from megatron_optpipe.megatron.replacements import Replacements
 
 #: Functions of ``torch`` that take ``device=`` (some of them ``pin_memory=``) and make a tensor.
 _FACTORIES = (
