@@ -1,0 +1,1 @@
+"""Pictures and traces of plans and of measurements. Reads plans; changes nothing."""
