@@ -333,8 +333,8 @@ def _require_consistent(problem: Problem) -> None:
                 f"devices[{device}]: owns no stage; every device must own one, "
                 "correct stage_device or remove the device"
             )
-    for index, stage in enumerate(problem.stages):
-        _require_stage(index, stage)
+    for index, facts in enumerate(problem.stages):
+        _require_stage(index, facts)
     for index, entry in enumerate(problem.devices):
         _require_device(index, entry, problem)
     for name, link in problem.links.items():

@@ -147,7 +147,7 @@ def _one_order(
         start = {op: at for op, at in start.items() if op.kind in COMPUTE}
     after: dict[Node, list[Node]] = defaultdict(list)
     missing: dict[Node, int] = defaultdict(int)
-    key: dict[Node, float] = {**start}
+    key: dict[Node, float] = {op: at for op, at in start.items()}  # noqa: C416
 
     def arrow(before: Node, then: Node) -> None:
         after[before].append(then)

@@ -80,7 +80,8 @@ def data_needs(problem: Problem, op: Op) -> list[tuple[Op, float]]:
 
 def time_orders(problem: Problem, orders: Orders, *, method: str, obey_memory: bool = True) -> Plan:
     """The earliest times of ``orders`` (rules 1 to 6); allocations wait until they fit (rule 7)
-    when ``obey_memory``. Raises ``Deadlock`` saying who waits for whom."""
+    when ``obey_memory``, and a reload also until it leaves room for the compute ops ahead of its B.
+    Rule 8 is not obeyed here; ``check`` tells. Raises ``Deadlock`` saying who waits for whom."""
     return _Clock(problem, orders, obey_memory).run(method)
 
 
@@ -101,6 +102,8 @@ class _Clock:
         self.held = [0] * problem.num_devices
         self.releases: list[list[tuple[float, int]]] = [[] for _ in problem.devices]
         self.parked: list[set[int]] = [set() for _ in problem.devices]
+        self.place = {op: at for lane in orders.compute for at, op in enumerate(lane)}
+        self.make_room = True
         self.waiters: dict[Op, list[int]] = defaultdict(list)
         self.heap: list[tuple[float, int, int]] = []
 
@@ -134,12 +137,40 @@ class _Clock:
     def run(self, method: str) -> Plan:
         for lane in range(len(self.lanes)):
             self.offer(lane)
-        while self.heap:
+        now = 0.0
+        while self.heap or self.force_a_reload(now):
             at, _, lane = heapq.heappop(self.heap)
+            now = max(now, at)
             self.try_start(at, lane)
+            self.make_room = True
         if len(self.end) < len(self.lane_of):
             raise Deadlock(self.describe())
         return plan_from_starts(self.problem, self.orders, self.start, method)
+
+    def force_a_reload(self, now: float) -> bool:
+        """When nobody else can move, let a parked reload go that fits but leaves no room."""
+        for device, lanes in enumerate(self.parked):
+            room = self.problem.devices[device].memory_bytes - self.held[device]
+            for lane in sorted(lanes):
+                op = self.lanes[lane][self.next[lane]]
+                if op.kind == "R" and self.problem.memory_change(op).at_start_bytes <= room:
+                    lanes.remove(lane)
+                    heapq.heappush(self.heap, (now, 0, lane))
+                    self.make_room = False
+                    return True
+        return False
+
+    def ahead_bytes(self, reload: Op) -> int:
+        """The most that the compute ops between now and the B of a reload will hold on top."""
+        device = self.problem.device_of(reload.stage)
+        last = self.place[Op("B", reload.stage, reload.microbatch)]
+        held = peak = 0
+        for op in self.orders.compute[device][self.next[device] : last]:
+            taken, given = self.problem.memory_change(op)
+            held += taken
+            peak = max(peak, held)
+            held += given
+        return peak
 
     def try_start(self, at: float, lane: int) -> None:
         op = self.lanes[lane][self.next[lane]]
@@ -153,7 +184,8 @@ class _Clock:
             pending = self.releases[device]
             while pending and pending[0][0] <= at + TIME_TOLERANCE_MS:
                 self.held[device] -= heapq.heappop(pending)[1]
-            if self.held[device] + taken > problem.devices[device].memory_bytes:
+            ahead = self.ahead_bytes(op) if op.kind == "R" and self.make_room else 0
+            if self.held[device] + taken + ahead > problem.devices[device].memory_bytes:
                 if pending:
                     heapq.heappush(self.heap, (pending[0][0], 0 if op.kind == "R" else 1, lane))
                 else:
@@ -218,14 +250,21 @@ def plan_from_starts(problem: Problem, orders: Orders, start: dict[Op, float], m
     )
 
 
-def retime(problem: Problem, plan: Plan) -> Plan:
+def retime(problem: Problem, plan: Plan, *, planned_for: Problem | None = None) -> Plan:
     """The earliest times of a plan's orders and waits under the durations of ``problem``.
 
-    ``problem`` may be another than the plan's, as long as stages, devices and microbatches are the
-    same; the result carries its digest. Releases stay before the allocations that need them, so
-    rule 7 holds wherever the bytes are unchanged; the caller checks the result all the same.
-    Raises ``PlanError`` where the shapes differ, ``Deadlock`` where the orders cannot run.
+    ``planned_for`` is the problem that the plan was made for (default: ``problem`` itself); it
+    tells which releases the plan had before which allocations. Those stay before them, so rule 7
+    holds under other durations wherever bytes and limits are unchanged; the caller checks all the
+    same. The result carries the digest of ``problem``. Raises ``PlanError`` where the plan is not
+    for ``planned_for`` or the shapes differ, ``Deadlock`` where the orders cannot run.
     """
+    source = problem if planned_for is None else planned_for
+    if plan.problem_sha256 != source.digest:
+        raise PlanError(
+            f"the plan is for problem {plan.problem_sha256[:12]}, not {source.digest[:12]}; "
+            "give the problem it was made for"
+        )
     if len(plan.devices) != problem.num_devices:
         raise PlanError(
             f"the plan has {len(plan.devices)} devices, the problem {problem.num_devices}; "
@@ -241,7 +280,7 @@ def retime(problem: Problem, plan: Plan) -> Plan:
                 raise PlanError(f"{op}: the problem has no such op; plan this problem anew")
             if op.kind in COMPUTE:
                 needs[op] += data_needs(problem, op)
-    for op, others in cross_lane_waits(problem, plan).items():
+    for op, others in cross_lane_waits(source, plan).items():
         needs[op] += [(other, 0.0) for other in others]
     start = _longest_paths(problem, [op for lane in orders.lanes() for op in lane], needs)
     return plan_from_starts(problem, orders, start, plan.method)
