@@ -27,8 +27,8 @@ CPU_FLAGS = (
 
 #: Environment that must stand before torch is imported. ``torch.compile`` is bound when
 #: megatron.core is imported, so Megatron's own ``--disable-jit-fuser`` comes too late; compiling
-#: costs some ten seconds a process and changes the draws of dropout. ``CUDA_DEVICE_MAX_CONNECTIONS``
-#: is asserted on by Megatron with tensor parallelism. A value that the user set is kept.
+#: costs some ten seconds a process and changes the draws of dropout. Megatron asserts on
+#: ``CUDA_DEVICE_MAX_CONNECTIONS`` with tensor parallelism. A value that the user set is kept.
 ENVIRONMENT = {
     "TORCHDYNAMO_DISABLE": "1",
     "CUDA_DEVICE_MAX_CONNECTIONS": "1",

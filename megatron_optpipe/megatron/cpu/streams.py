@@ -1,6 +1,6 @@
 """Streams and events: a CPU runs what it is told at once, so all of them are already done.
 
-What this cannot show: a missing wait. The happens-before checker of the runtime's lanes is for that.
+What this cannot show: a missing wait. The happens-before checker of the runtime's lanes does.
 """
 
 from __future__ import annotations

@@ -13,10 +13,33 @@ from megatron_optpipe.megatron.replacements import Replacements
 
 #: Functions of ``torch`` that take ``device=`` (some of them ``pin_memory=``) and make a tensor.
 _FACTORIES = (
-    "arange asarray as_tensor empty empty_like empty_strided eye full full_like linspace logspace "
-    "ones ones_like rand rand_like randint randint_like randn randn_like randperm scalar_tensor "
-    "tensor zeros zeros_like tril_indices triu_indices"
-).split()
+    "arange",
+    "asarray",
+    "as_tensor",
+    "empty",
+    "empty_like",
+    "empty_strided",
+    "eye",
+    "full",
+    "full_like",
+    "linspace",
+    "logspace",
+    "ones",
+    "ones_like",
+    "rand",
+    "rand_like",
+    "randint",
+    "randint_like",
+    "randn",
+    "randn_like",
+    "randperm",
+    "scalar_tensor",
+    "tensor",
+    "tril_indices",
+    "triu_indices",
+    "zeros",
+    "zeros_like",
+)
 _NEW_METHODS = ("new_empty", "new_full", "new_ones", "new_tensor", "new_zeros", "new_empty_strided")
 
 #: What ``Tensor.type()`` must say: Megatron's optimizers sort parameters by these names.
