@@ -18,9 +18,15 @@ from torch import Tensor
 
 from megatron_optpipe.core.op import Op
 from megatron_optpipe.core.program import Compute, Message, Program, Recv, Send
-from megatron_optpipe.runtime.faults import Aborted, RuntimeFault, describe
+from megatron_optpipe.runtime.abort import Abort
+from megatron_optpipe.runtime.faults import RuntimeFault, describe
 from megatron_optpipe.runtime.lanes import Event, Job, Lanes, Transfer
-from megatron_optpipe.runtime.transport import Transport
+from megatron_optpipe.runtime.recorder import Recording
+from megatron_optpipe.runtime.transport import PeerLost, Transport
+
+
+PEER_NOTE_S = 5.0
+"""After a lost connection: how long to wait for the note that says why."""
 
 
 class Handlers(Protocol):
@@ -58,16 +64,6 @@ class Store(Protocol):
         """The copy back of R op ``op``."""
 
 
-class Recorder(Protocol):
-    """Sees every op begin and end, on the thread or stream that runs it."""
-
-    def begin(self, op: Op) -> None:
-        """``op`` starts now."""
-
-    def end(self, op: Op) -> None:
-        """``op`` has ended."""
-
-
 @dataclass(slots=True)
 class HostTimes:
     """Where the compute thread's time of one run went, in seconds."""
@@ -85,9 +81,10 @@ class HostTimes:
 class Executor:
     """Runs one iteration of ``program`` each time ``run`` is called.
 
-    ``recorder`` sees compute ops here and O and R ops from the lanes (give the lanes the same
-    one). Raises ``RuntimeFault`` naming rank, op and position for whatever goes wrong; a rank that
-    stops because another failed raises ``Aborted`` with the other's message.
+    ``recorder`` sees compute ops here and O and R ops from the lanes, ``abort`` makes a fault of
+    one rank everyone's; give the lanes the same ones. Raises ``RuntimeFault`` naming rank, op and
+    position for whatever goes wrong; a rank that stops because another failed raises ``Aborted``
+    with the other's message.
     """
 
     def __init__(
@@ -97,7 +94,8 @@ class Executor:
         transport: Transport,
         lanes: Lanes,
         store: Store,
-        recorder: Recorder | None = None,
+        recorder: Recording | None = None,
+        abort: Abort | None = None,
     ) -> None:
         self.program = program
         self.times = HostTimes()
@@ -105,6 +103,7 @@ class Executor:
         self._lanes = lanes
         self._store = store
         self._recorder = recorder
+        self._abort = abort or Abort()
         self._handlers: dict[str, Callable[[Op], None]] = {
             "F": lambda op: self._forward(handlers, op),
             "B": lambda op: self._backward_input(handlers, op),
@@ -136,6 +135,7 @@ class Executor:
         self._current: Op | None = None
         started = time.perf_counter()
         try:
+            self._lanes.begin()
             self._run_items()
             self._current = None
             self._wait(self._transport.finish)
@@ -143,7 +143,8 @@ class Executor:
         except RuntimeFault:
             raise
         except Exception as failure:
-            raise self._fault(failure) from failure
+            fault = self._fault(failure)
+            raise fault from (None if fault.__cause__ is not None else failure)
         finally:
             self.times.total_s = time.perf_counter() - started
 
@@ -260,10 +261,17 @@ class Executor:
             self.times.waiting_s += time.perf_counter() - started
 
     def _fault(self, failure: Exception) -> RuntimeFault:
+        """The fault to raise: another's, if this failure is only its consequence."""
+        lost = isinstance(failure, PeerLost)
+        if self._abort.fault is not None or (lost and self._abort.wait(PEER_NOTE_S)):
+            assert self._abort.fault is not None
+            return self._abort.fault
         rank, op = self.program.device, self._current
         position = f"position {self._position + 1} of {len(self._compute_ops)} compute ops"
         text = describe(rank, op, position, f"{type(failure).__name__}: {failure}")
-        return RuntimeFault(text, rank=rank, op=op, position=position)
+        fault = RuntimeFault(text, rank=rank, op=op, position=position)
+        self._abort.fail(fault)
+        return fault
 
 
 def consumer_of(op: Op) -> Op:
@@ -271,4 +279,4 @@ def consumer_of(op: Op) -> Op:
     return Op(op.kind, op.stage + (1 if op.kind == "F" else -1), op.microbatch)
 
 
-__all__ = ["Aborted", "Executor", "Handlers", "HostTimes", "RuntimeFault", "consumer_of"]
+__all__ = ["Executor", "Handlers", "HostTimes", "RuntimeFault", "Store", "consumer_of"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from megatron_optpipe.core.op import Op
 
 
-class RuntimeFault(RuntimeError):  # noqa: N818 (a fault of a run, not of an argument)
+class RuntimeFault(RuntimeError):
     """A failure while a plan was executed; the message names rank, op and position.
 
     ``rank`` is the device of the plan that failed, which is not always the rank that raises.

@@ -12,6 +12,7 @@ an event that was not recorded is no wait at all.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -31,14 +32,17 @@ class Event(Protocol):
 class Transfer(Protocol):
     """What one offload or reload does, in three steps that a lane may run at different times."""
 
-    def allocate(self) -> None:
-        """Take the destination memory; runs once all waits of the job hold."""
+    def allocate(self) -> Sequence[Event]:
+        """Take the destination memory; runs once all waits of the job hold.
+
+        Returns what the copies must wait for besides: earlier users of that memory.
+        """
 
     def copy(self) -> None:
         """Issue the copies, on the lane."""
 
-    def release(self) -> None:
-        """Give the source memory back; runs once the copies have ended."""
+    def release(self, ended: Event) -> None:
+        """Give the source memory back; the copies have ended, or ``ended`` says when they have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +72,9 @@ class Lanes(Protocol):
     offload: Lane
     reload: Lane
 
+    def begin(self) -> None:
+        """A new iteration starts."""
+
     def mark(self, op: Op) -> Event:
         """An event for the end of compute op ``op``, which was just issued."""
 
@@ -83,6 +90,9 @@ class Lanes(Protocol):
 
 class Turns(Protocol):
     """Takes turns on links that several devices share (see ``turns``)."""
+
+    def begin(self) -> None:
+        """A new iteration starts."""
 
     def wait(self, op: Op) -> None:
         """Block the calling host thread until transfer ``op`` of another device has ended."""

@@ -1,0 +1,242 @@
+"""The activation store: what F saved, whether it is on the device or on the host, and its bytes.
+
+Around F, ``saving`` collects every tensor that autograd saves; ``offload`` and ``reload`` give the
+lanes the copies of one op; around B, ``using`` hands the tensors back and then forgets the op, so
+that only what W still holds stays. Each storage moves once however many views of it were saved, and
+comes back as new memory under the same views, bit for bit. Parameters never leave.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, UntypedStorage
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn import Parameter
+
+from megatron_optpipe.core.op import Op
+from megatron_optpipe.runtime.codecs import Codec, Identity
+from megatron_optpipe.runtime.host_pool import HostBuffer, HostPool
+from megatron_optpipe.runtime.lanes import Event
+from megatron_optpipe.runtime.resident import ResidentLedger
+from megatron_optpipe.runtime.saved import Handle, OpRecord, Slot, unpack
+
+ALIGN_BYTES = 512
+"""Parts of a host buffer start at multiples of this."""
+
+MIN_BYTES = 2048
+"""Smaller storages stay on the device: a copy of one costs more than its room."""
+
+Key = tuple[int, int]
+"""(stage, microbatch): the F, O, R, B of which belong together."""
+
+
+class ActivationStore:
+    """The activations of one device.
+
+    ``parameters``: tensors whose storages never leave (a ``Parameter`` never does in any case).
+    ``ledger`` counts resident bytes, also of what ``count`` is given.
+    """
+
+    def __init__(
+        self,
+        device: torch.device | str = "cpu",
+        *,
+        pool: HostPool | None = None,
+        codec: Codec | None = None,
+        parameters: Iterable[Tensor] = (),
+        min_bytes: int = MIN_BYTES,
+    ) -> None:
+        self.device = torch.empty(0, device=device).device
+        self.pool = pool or HostPool()
+        self.codec: Codec = codec or Identity()
+        self.ledger = ResidentLedger()
+        self.moved_bytes = 0
+        """Wire bytes of all offloads since ``start``."""
+        self.freed_bytes = 0
+        """Device bytes that those offloads really gave back."""
+        self._min_bytes = min_bytes
+        self._records: dict[Key, OpRecord] = {}
+        self._hosted: dict[Key, Hosted] = {}
+        self._fixed = [StorageWeakRef(p.untyped_storage()) for p in parameters]
+        self._fixed_keys = {ref.cdata for ref in self._fixed}
+        self._lock = threading.Lock()
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes of activations on the device now, each living storage once."""
+        return self.ledger.sample()
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that was resident since ``start``, at the ends of ops and reload starts."""
+        return self.ledger.peak_bytes
+
+    def start(self) -> None:
+        """A new iteration: counters start again."""
+        self.moved_bytes = 0
+        self.freed_bytes = 0
+        self.ledger.reset_peak()
+
+    @contextmanager
+    def saving(self, op: Op) -> Iterator[None]:
+        """Around F ``op``: every tensor that autograd saves inside belongs to it."""
+        record = OpRecord(op, self.device, self._may_leave)
+        self._records[_key(op)] = record
+
+        def pack(tensor: Tensor) -> Handle:
+            if isinstance(tensor, Parameter) or self._is_fixed(tensor):
+                return tensor
+            return record.pack(tensor)
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            yield
+        self.ledger.add(s.storage for s in record.slots.values() if s.storage is not None)
+        self.ledger.sample()
+
+    @contextmanager
+    def using(self, op: Op) -> Iterator[None]:
+        """Around B ``op``: what its F saved is on the device; afterwards it is forgotten."""
+        if _key(op) in self._hosted:
+            raise RuntimeError(f"{op} needs activations that are on the host: reload them first")
+        yield
+        self.drop(op)
+
+    def drop(self, op: Op) -> None:
+        """Forget the op; its memory lives on only where a graph or a W still holds it."""
+        self._records.pop(_key(op), None)
+        hosted = self._hosted.pop(_key(op), None)
+        if hosted is not None:
+            self.pool.give(hosted.buffer)
+        self.ledger.sample()
+
+    def count(self, tensors: Iterable[Tensor]) -> None:
+        """Count these tensors as resident activations for as long as they live."""
+        self.ledger.add_tensors(tensors)
+        self.ledger.sample()
+
+    def offload(self, op: Op) -> Offload:
+        """The transfer of O ``op``; what it moves is looked up when it runs."""
+        return Offload(self, op)
+
+    def reload(self, op: Op) -> Reload:
+        """The transfer of R ``op``."""
+        return Reload(self, op)
+
+    def _is_fixed(self, tensor: Tensor) -> bool:
+        if not self._fixed_keys or tensor.layout != torch.strided:
+            return False
+        try:
+            return tensor.untyped_storage()._cdata in self._fixed_keys
+        except (RuntimeError, NotImplementedError):  # wrappers without a storage of their own
+            return False
+
+    def _may_leave(self, storage: UntypedStorage) -> bool:
+        return storage.nbytes() >= self._min_bytes
+
+
+class Hosted:
+    """What one offload has put on the host: the slots and where each lies in the buffer."""
+
+    __slots__ = ("buffer", "parts")
+
+    def __init__(self, buffer: HostBuffer, parts: Sequence[tuple[Slot, Tensor]]) -> None:
+        self.buffer = buffer
+        self.parts = tuple(parts)
+
+
+class Offload:
+    """Device to host, for one (stage, microbatch)."""
+
+    def __init__(self, store: ActivationStore, op: Op) -> None:
+        self._store = store
+        self._op = op
+        self._hosted: Hosted | None = None
+
+    def allocate(self) -> list[Event]:
+        """Take a host buffer; raises ``HostMemoryError`` where there is no room."""
+        store = self._store
+        record = store._records.get(_key(self._op))
+        if record is None:
+            raise RuntimeError(f"{self._op}: nothing was saved for it, its F has not run")
+        leaving = [s for s in record.slots.values() if s.may_leave and s.storage is not None]
+        sizes = [store.codec.wire_bytes(slot.num_bytes) for slot in leaving]
+        offsets = [0]
+        for size in sizes:
+            offsets.append(offsets[-1] + -(-size // ALIGN_BYTES) * ALIGN_BYTES)
+        buffer = store.pool.take(offsets[-1])
+        wires = [buffer.data[at : at + size] for at, size in zip(offsets, sizes)]
+        self._hosted = Hosted(buffer, list(zip(leaving, wires)))
+        store.moved_bytes += sum(sizes)
+        return [] if buffer.busy_until is None else [buffer.busy_until]
+
+    def copy(self) -> None:
+        """Issue the copies."""
+        assert self._hosted is not None
+        for slot, wire in self._hosted.parts:
+            assert slot.storage is not None
+            self._store.codec.encode(_raw(slot.storage), wire)
+
+    def release(self, ended: Event) -> None:
+        """Let go of the device memory."""
+        assert self._hosted is not None
+        watched = []
+        for slot, _ in self._hosted.parts:
+            assert slot.storage is not None
+            watched.append((StorageWeakRef(slot.storage), slot.num_bytes))
+            slot.storage = None
+        self._store._hosted[_key(self._op)] = self._hosted
+        self._store.freed_bytes += sum(size for ref, size in watched if ref.expired())
+        self._store.ledger.sample()
+
+
+class Reload:
+    """Host to device, for one (stage, microbatch)."""
+
+    def __init__(self, store: ActivationStore, op: Op) -> None:
+        self._store = store
+        self._op = op
+        self._fresh: list[UntypedStorage] = []
+
+    def allocate(self) -> list[Event]:
+        """Take device memory, one allocation a storage, so that each can be freed by itself."""
+        store = self._store
+        self._fresh = [
+            torch.empty(slot.num_bytes, dtype=torch.uint8, device=store.device).untyped_storage()
+            for slot, _ in self._take().parts
+        ]
+        store.ledger.add(self._fresh)
+        store.ledger.sample()
+        return []
+
+    def copy(self) -> None:
+        """Issue the copies."""
+        for (_, wire), storage in zip(self._take().parts, self._fresh):
+            self._store.codec.decode(wire, _raw(storage))
+
+    def release(self, ended: Event) -> None:
+        """Put the memory under the saved views; the host buffer may be used again."""
+        hosted = self._take()
+        for (slot, _), storage in zip(hosted.parts, self._fresh):
+            slot.storage = storage
+        self._fresh = []
+        del self._store._hosted[_key(self._op)]
+        self._store.pool.give(hosted.buffer, ended)
+
+    def _take(self) -> Hosted:
+        hosted = self._store._hosted.get(_key(self._op))
+        if hosted is None:
+            raise RuntimeError(f"{self._op}: nothing is on the host for it, its O has not run")
+        return hosted
+
+
+def _key(op: Op) -> Key:
+    return (op.stage, op.microbatch)
+
+
+def _raw(storage: UntypedStorage) -> Tensor:
+    """The bytes of a storage as a flat ``uint8`` tensor that shares its memory."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
