@@ -20,7 +20,11 @@ def apply(checkout: Path) -> None:
     """Patch the checkout DIR: all of it or nothing; doing it twice changes nothing."""
     from megatron_optpipe.megatron import patcher
 
-    click.echo(patcher.apply(checkout))
+    changed = patcher.apply(checkout)
+    for file in changed:
+        click.echo(f"patched {file}")
+    if not changed:
+        click.echo("applied already; nothing changed")
 
 
 @patch.command("revert")
@@ -29,7 +33,11 @@ def revert(checkout: Path) -> None:
     """Take the patch out of DIR again, byte for byte."""
     from megatron_optpipe.megatron import patcher
 
-    click.echo(patcher.revert(checkout))
+    changed = patcher.revert(checkout)
+    for file in changed:
+        click.echo(f"reverted {file}")
+    if not changed:
+        click.echo("not applied; nothing changed")
 
 
 @patch.command("status")
@@ -38,7 +46,11 @@ def status(checkout: Path) -> None:
     """Say whether DIR is patched, and what was changed in it since."""
     from megatron_optpipe.megatron import patcher
 
-    click.echo(patcher.status(checkout))
+    found = patcher.status(checkout)
+    version = ".".join(map(str, found.version))
+    click.echo(f"{found.state} (Megatron {version}, patches/{found.patch_set})")
+    for file, state in found.files.items():
+        click.echo(f"  {state:<14} {file}")
 
 
 @patch.command("export")
@@ -56,13 +68,13 @@ def export(checkout: Path, patch_file: Path | None) -> None:
     """Write an ordinary .patch for DIR, for `git apply`."""
     from megatron_optpipe.megatron import patcher
 
-    text = patcher.export(checkout)
+    # Bytes: line endings and encodings are those of the checkout's files.
+    diff = patcher.export(checkout)
     if patch_file is None:
-        click.echo(text, nl=False)
+        click.echo(diff, nl=False)
         return
     from megatron_optpipe.cli.files import require_writable
-    from megatron_optpipe.core.problem import write_atomically
 
     require_writable(patch_file)
-    write_atomically(patch_file, text)
+    patch_file.write_bytes(diff)
     click.echo(f"written to {patch_file}")
