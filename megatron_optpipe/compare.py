@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from megatron_optpipe.core.errors import OptPipeError
 from megatron_optpipe.core.plan import Plan
@@ -58,10 +59,10 @@ def _rows(
 ) -> Iterator[MethodResult]:
     for method in methods:
         if method in CLASSIC_ORDERS:
-            yield _try(problem, method, lambda name: _classic(problem, name))
+            yield _try(problem, method, partial(_classic, problem, method))
         else:
             options = PlannerOptions(method=method, time_limit_s=time_limit_s, seed=seed)
-            yield _try(problem, method, lambda _, chosen=options: make_plan(problem, chosen))
+            yield _try(problem, method, partial(make_plan, problem, options))
 
 
 def _classic(problem: Problem, method: str) -> Plan:
@@ -69,10 +70,10 @@ def _classic(problem: Problem, method: str) -> Plan:
     return time_orders(problem, orders, method=method, obey_memory=False)
 
 
-def _try(problem: Problem, method: str, make: Callable[[str], Plan]) -> MethodResult:
+def _try(problem: Problem, method: str, make: Callable[[], Plan]) -> MethodResult:
     began = time.perf_counter()
     try:
-        plan = make(method)
+        plan = make()
     except OptPipeError as refusal:
         reason = " ".join(str(refusal).split())
         return MethodResult(method, time.perf_counter() - began, False, f"no plan: {reason}")

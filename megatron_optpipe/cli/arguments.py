@@ -30,24 +30,15 @@ DEFAULT_TIME_LIMIT = "10"
 Decorator = Callable[[Any], Any]
 
 
-class Seconds(click.ParamType):
-    """A time, with or without a unit: ``20``, ``500ms``, ``2min``."""
-
-    name = "seconds"
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> float:
-        """The time in seconds; a usage error where it cannot be read or is not above 0."""
-        if isinstance(value, float):
-            return value
-        try:
-            seconds = parse_seconds(str(value))
-        except UnitError as failure:
-            self.fail(str(failure), param, ctx)
-        if seconds <= 0:
-            self.fail(f"{value!r} must be greater than 0", param, ctx)
-        return seconds
+def _seconds(ctx: click.Context, param: click.Parameter, value: str) -> float:
+    """A time in seconds; a usage error where it cannot be read or is not above 0."""
+    try:
+        seconds = parse_seconds(value)
+    except UnitError as failure:
+        raise click.BadParameter(str(failure), ctx, param) from None
+    if seconds <= 0:
+        raise click.BadParameter(f"{value!r} must be greater than 0", ctx, param)
+    return seconds
 
 
 _FILE = click.Path(path_type=Path)
@@ -68,7 +59,7 @@ def time_limit_option(default: str, text: str) -> Decorator:
     return click.option(
         "--time-limit",
         "time_limit_s",
-        type=Seconds(),
+        callback=_seconds,
         metavar="S",
         default=default,
         show_default=True,

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron_optpipe.core.plan import Plan
 from megatron_optpipe.core.problem import Problem
@@ -75,7 +75,7 @@ def save_gantt(problem: Problem, plan: Plan, path: Path, measured: Timeline | No
 
     figure = draw_gantt(problem, plan, measured)
     # The same plan gives the same file: no date, no random ids; text stays text in an SVG.
-    settings = {"svg.hashsalt": "optpipe", "svg.fonttype": "none"}
+    settings: dict[Any, Any] = {"svg.hashsalt": "optpipe", "svg.fonttype": "none"}
     metadata = {"Date": None} if path.suffix == ".svg" else None
     with matplotlib.rc_context(settings):
         figure.savefig(path, dpi=130, metadata=metadata)

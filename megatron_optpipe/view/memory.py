@@ -34,8 +34,8 @@ def draw_memory(axes: Axes, problem: Problem, timelines: Sequence[Timeline], row
     ]
     # One scale for all devices, so that they can be compared.
     largest_bytes = max(1, *(peak for of_device in peaks for peak in of_device))
-    for limit, shown in zip(limits, in_sight, strict=True):
-        largest_bytes = max(largest_bytes, limit if shown else 0)
+    for limit, visible in zip(limits, in_sight, strict=True):
+        largest_bytes = max(largest_bytes, limit if visible else 0)
     per_byte_in = FILLED_PART * row_in / largest_bytes
 
     for device in range(problem.num_devices):
@@ -59,7 +59,9 @@ def draw_memory(axes: Axes, problem: Problem, timelines: Sequence[Timeline], row
             )
         axes.axhline(floor_in, color=FAINT, linewidth=0.4)
         _label(axes, device, floor_in, row_in, peaks[device], limits[device])
-    shown = "filled: planned" + (", black line: measured" if len(timelines) > 1 else "")
+    shown = "filled: planned"
+    if len(timelines) > 1:
+        shown += "; black line: the same bytes at the measured times"
     axes.set_title(
         f"activation memory ({shown}; dashed red: limit)", fontsize=8.5, color=INK, loc="left"
     )

@@ -44,6 +44,8 @@ class Timeline:
     bars: tuple[Bar, ...]
     memory: tuple[tuple[Step, ...], ...]
     """One tuple of steps a device, by time."""
+    measured_peaks_bytes: tuple[int | None, ...] = ()
+    """What each device really held at most, where that was measured."""
 
     @property
     def num_devices(self) -> int:
@@ -68,7 +70,10 @@ class Timeline:
         return 1.0 - busy_ms / total_ms if total_ms > 0 else 0.0
 
     def peak_bytes(self, device: int) -> int:
-        """The most the device holds at any time."""
+        """The most the device holds at any time; the measured value where there is one."""
+        measured = self.measured_peaks_bytes[device] if self.measured_peaks_bytes else None
+        if measured is not None:
+            return measured
         return max((step.resident_bytes for step in self.memory[device]), default=0)
 
     def lane(self, device: int, lane: str) -> tuple[Bar, ...]:
