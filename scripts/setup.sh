@@ -61,7 +61,8 @@ if ! good "$venv/bin/python"; then
     python=$(find_python)
     say "setup: making .venv with $("$python" --version) ..."
     rm -rf "$venv"
-    "$python" -m venv "$venv" >&2 || uv venv --quiet --seed --python "$python" "$venv" >&2
+    uv venv --quiet --seed --python "$python" "$venv" 2>/dev/null ||
+        "$python" -m venv --clear "$venv" >&2
 fi
 say "setup: installing torch, megatron-core and the rest (several GB the first time) ..."
 start=$SECONDS
