@@ -341,6 +341,7 @@ def _require_consistent(problem: Problem) -> None:
         _require_number(f"links.{name}.gbps", link.gbps, least=0.0, open_end=True)
         _require_number(f"links.{name}.latency_ms", link.latency_ms, least=0.0)
     _require_hops(problem)
+    _require_finite_total(problem)
     if problem.host_memory_bytes is not None and problem.host_memory_bytes < 0:
         raise ProblemError(f"host_memory_bytes = {problem.host_memory_bytes}: must be at least 0")
 
@@ -393,6 +394,20 @@ def _require_hops(problem: Problem) -> None:
     for src, row in enumerate(hop):
         for dst, value in enumerate(row):
             _require_number(f"p2p_ms[{src}][{dst}]", value, least=0.0)
+
+
+def _require_finite_total(problem: Problem) -> None:
+    """All ops one after another must take a finite time: no plan could name its makespan else."""
+    hop = problem.p2p_ms
+    longest_hop = max(map(max, hop)) if isinstance(hop, tuple) else hop
+    total = 0.0
+    for stage in range(problem.num_stages):
+        kinds = "FBWOR" if problem.can_offload(stage) else "FBW"
+        total += 2 * longest_hop + sum(problem.duration_ms(Op(kind, stage, 0)) for kind in kinds)
+    if not math.isfinite(total * problem.num_microbatches):
+        raise ProblemError(
+            "the times of all ops add up to more than a number can hold; give times in ms"
+        )
 
 
 def _require_number(name: str, value: float, *, least: float, open_end: bool = False) -> None:

@@ -36,8 +36,12 @@ def read_json(path: str | Path, error: type[OptPipeError]) -> Any:
     def number(text: str) -> float:
         value = float(text)
         if not math.isfinite(value):
-            raise error(f"{path}: {text} is too large; every number must be finite")
+            raise error(f"{path}: {_cut(text)} is too large; every number must be finite")
         return value
+
+    def integer(text: str) -> int:
+        number(text)  # what is no float cannot be compared with one either
+        return int(text)
 
     try:
         text = Path(path).read_text(encoding="utf-8")
@@ -48,7 +52,11 @@ def read_json(path: str | Path, error: type[OptPipeError]) -> Any:
         raise error(f"{path}: byte {failure.start} is not UTF-8; save the file as UTF-8") from None
     try:
         return json.loads(
-            text, object_pairs_hook=pairs, parse_constant=constant, parse_float=number
+            text,
+            object_pairs_hook=pairs,
+            parse_constant=constant,
+            parse_float=number,
+            parse_int=integer,
         )
     except json.JSONDecodeError as failure:
         where = f"line {failure.lineno} column {failure.colno}"
@@ -57,8 +65,6 @@ def read_json(path: str | Path, error: type[OptPipeError]) -> Any:
         raise error(f"{path}: nested too deeply; this is not a file of the contract") from None
     except OptPipeError:
         raise
-    except ValueError as failure:  # an integer of thousands of digits
-        raise error(f"{path}: {failure}; every number must be finite") from None
 
 
 @cache
@@ -71,7 +77,10 @@ def _validator(name: str) -> Any:
 
 def shown(value: Any) -> str:
     """A value as an error message quotes it: JSON, cut to one short line."""
-    text = json.dumps(value, ensure_ascii=True, default=repr)
+    return _cut(json.dumps(value, ensure_ascii=True, default=repr))
+
+
+def _cut(text: str) -> str:
     return text if len(text) <= MAX_SHOWN_VALUE else text[: MAX_SHOWN_VALUE - 3] + "..."
 
 
