@@ -1,0 +1,90 @@
+"""The one flat store of whole numbers that the list scheduler works on.
+
+``a[FIELD]`` is a scalar, or where a column begins: entry i of a column is ``a[a[FIELD] + i]``. One
+sequence for everything is what compiles to fast code and still runs as plain Python on a list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+from megatron_optpipe.planner.flat import Flat
+
+Store = list[int]
+
+SCALARS = (
+    # the problem (see Flat)
+    NUM_STAGES, NUM_MICROBATCHES, NUM_DEVICES, NUM_LINKS, Z_FIRST, RELY, IN_FLIGHT, HOST_BYTES,
+    # the habits (see Rules)
+    PATIENCE, RELOAD_LEAD, LEAVE_MARGIN, WATER, RELOAD_RANK,
+    # the state: bytes on the host
+    HOST,
+) = tuple(range(14))  # fmt: skip
+
+_BY_STAGE = (
+    DEVICE, OWNED, X_TICKS, Y_TICKS, Z_TICKS, OUT_TICKS, BACK_TICKS, X_HOP, Y_HOP, X_TAKES, X_GIVES,
+    Y_TAKES, Y_GIVES, Z_TAKES, Z_GIVES, HOLDS, MOVES, WIRE, X_PATH, Y_PATH,
+    NEXT_X, NEXT_Y, NEXT_Z,
+) = tuple(range(14, 37))  # fmt: skip
+
+_BY_DEVICE = (
+    FIRST,  # one entry more than devices
+    MEMORY, ALONE, ANY_MOVES, OUT_LINK, BACK_LINK,
+    RUNNING, RUNNING_STAGE, RUNNING_J, RUNNING_END,
+    USED,  # bytes of device memory
+    NEWEST,  # youngest microbatch that holds memory
+    PINNED_ALL,  # bytes that can leave only by the microbatches' own progress
+    EARLY_ALL,  # bytes of those held for an op after the microbatch's next one
+    BLOCKED,  # 1: something waits for memory
+    DEVICE_DUE, FORCED,
+) = tuple(range(37, 54))  # fmt: skip
+
+_BY_LINK = (LINK_KIND, LINK_STAGE, LINK_J, LINK_DUE, LINK_WAKE) = tuple(range(54, 59))
+
+_BY_MICROBATCH = (
+    X_AT, X_END,  # the last X that started, and its end
+    Y_AT, Y_END,
+) = tuple(range(59, 63))  # fmt: skip
+
+_BY_OP = (
+    KEY_X, KEY_Y, KEY_Z,  # of two ops that may start, the smaller key goes
+    MAY_LEAVE,  # 0: this activation stays on the device
+    X_START, Y_START, Z_START, OUT_START, BACK_START,  # the schedule; -1: not (yet)
+    PIN, EARLY,
+) = tuple(range(63, 74))  # fmt: skip
+
+_BY_SHARE = (PINNED, EARLY_BYTES) = (74, 75)  # device * m + j
+NUM_FIELDS = 76
+
+Column = TypeVar("Column")
+
+
+def lay_out(flat: Flat) -> list[int]:
+    """A store for ``flat`` with the problem filled in, the rest zero."""
+    m = flat.num_microbatches
+    lengths = {
+        **dict.fromkeys(_BY_STAGE, flat.num_stages),
+        **dict.fromkeys(_BY_DEVICE, flat.num_devices + 1),
+        **dict.fromkeys(_BY_LINK, max(1, flat.num_links)),
+        **dict.fromkeys(_BY_MICROBATCH, m),
+        **dict.fromkeys(_BY_OP, flat.num_stages * m),
+        **dict.fromkeys(_BY_SHARE, flat.num_devices * m),
+    }
+    store = [0] * (NUM_FIELDS + sum(lengths.values()))
+    at = NUM_FIELDS
+    for field, length in lengths.items():
+        store[field] = at
+        at += length
+    for name, value in flat._asdict().items():
+        field = globals()[name.upper()]
+        if isinstance(value, int):
+            store[field] = value
+        else:
+            store[store[field] : store[field] + len(value)] = value
+    return store
+
+
+def column(store: Sequence[int], field: int, length: int) -> Sequence[int]:
+    """A column of the store: a view of an array, a copy of a list."""
+    return store[store[field] : store[field] + length]
