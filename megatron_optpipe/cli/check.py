@@ -8,7 +8,7 @@ import click
 
 from megatron_optpipe.cli.arguments import plan_argument, problem_argument
 from megatron_optpipe.cli.failures import CheckFailed
-from megatron_optpipe.cli.files import read_plan_of, read_problem
+from megatron_optpipe.cli.files import read_problem
 from megatron_optpipe.units import format_ms
 
 MAX_SHOWN = 20
@@ -26,10 +26,11 @@ def check(problem_file: Path, plan_file: Path, grid: bool) -> None:
     """
     from megatron_optpipe.core.check import check as violations_of
     from megatron_optpipe.core.check import render_grid
+    from megatron_optpipe.core.plan import load_plan
     from megatron_optpipe.core.timing import summarize
 
     problem = read_problem(problem_file)
-    plan = read_plan_of(plan_file, problem, problem_file)
+    plan = load_plan(plan_file)
     violations = violations_of(problem, plan)
     if not violations:
         summary = summarize(problem, plan)

@@ -41,7 +41,8 @@ from megatron_optpipe.cli.files import read_problem, require_writable
 @click.option(
     "--mipgap",
     type=click.FloatRange(0.0, 1.0, max_open=True),
-    default=None,
+    default=0.0,
+    show_default=True,
     help="Stop when the plan is proven to be within this part of the best (0.01: 1 %).",
 )
 @click.option(
@@ -69,7 +70,7 @@ def plan(
     method: str,
     time_limit_s: float,
     seed: int,
-    mipgap: float | None,
+    mipgap: float,
     max_microbatches: int | None,
     offload_strategy: str,
     cache_dir: Path | None,
@@ -83,15 +84,14 @@ def plan(
     from megatron_optpipe.planner import PlannerOptions, make_plan
     from megatron_optpipe.view.report import plan_report
 
-    given: dict[str, object] = {"mipgap": mipgap} if mipgap is not None else {}
     options = PlannerOptions(
         method=method,
         time_limit_s=time_limit_s,
         seed=seed,
+        mipgap=mipgap,
         max_microbatches=max_microbatches,
         offload_strategy=offload_strategy,
         cache_dir=cache_dir,
-        **given,  # type: ignore[arg-type]
     )
     made = make_plan(problem, options)
     require_valid(problem, made)

@@ -68,15 +68,16 @@ def print_comparison(problem: Problem, rows: Sequence[MethodResult], out: IO[str
     )
     console.print(Text(title, style="bold"))
     table = Table(box=box.ASCII2 if console.options.ascii_only else box.SIMPLE_HEAD)
+    unit, size = _unit(rows)
     table.add_column("method", no_wrap=True)
-    for heading in ("makespan ms", "bubble", "own span ms", "peak GB, device 0 ..", "moved GB"):
+    for heading in ("makespan ms", "bubble", "own span ms", f"peak {unit}", f"moved {unit}"):
         table.add_column(heading, justify="right")
     table.add_column("planned in s", justify="right")
     table.add_column("fits the memory", overflow="fold")
     best = _best(rows)
     for row in rows:
         style = "bold green" if row is best else "" if row.feasible else "dim"
-        table.add_row(*(Text(cell) for cell in _cells(row, row is best)), style=style)
+        table.add_row(*(Text(cell) for cell in _cells(row, row is best, size)), style=style)
     console.print(table)
 
 
@@ -85,7 +86,17 @@ def _best(rows: Sequence[MethodResult]) -> MethodResult | None:
     return min(fitting, key=lambda r: r.summary.makespan_ms if r.summary else 0.0, default=None)
 
 
-def _cells(row: MethodResult, is_best: bool) -> tuple[str, ...]:
+def _unit(rows: Sequence[MethodResult]) -> tuple[str, int]:
+    """The unit in which the largest peak is a number of one to three digits."""
+    peaks = [peak for row in rows if row.summary is not None for peak in row.summary.peak_bytes]
+    largest = max(peaks, default=0)
+    for unit, size in (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if largest >= size:
+            return unit, size
+    return "B", 1
+
+
+def _cells(row: MethodResult, is_best: bool, size: int) -> tuple[str, ...]:
     name = f"{row.method} *" if is_best else row.method
     planning = f"{row.planning_s:.2f}"
     if row.summary is None:
@@ -95,15 +106,15 @@ def _cells(row: MethodResult, is_best: bool) -> tuple[str, ...]:
         f"{row.summary.makespan_ms:.2f}",
         f"{row.summary.bubble:.2%}",
         f"{max(row.summary.own_span_ms):.2f}",
-        _peaks(row.summary.peak_bytes),
-        f"{sum(row.summary.moved_bytes) / 1e9:.2f}",
+        _peaks(row.summary.peak_bytes, size),
+        f"{sum(row.summary.moved_bytes) / size:.2f}",
         planning,
         row.verdict,
     )
 
 
-def _peaks(peaks_bytes: Sequence[int]) -> str:
+def _peaks(peaks_bytes: Sequence[int], size: int) -> str:
     """The peak of each device; from nine devices on, the smallest and the largest."""
     if len(peaks_bytes) <= 8:
-        return " ".join(f"{peak / 1e9:.2f}" for peak in peaks_bytes)
-    return f"{min(peaks_bytes) / 1e9:.2f} .. {max(peaks_bytes) / 1e9:.2f}"
+        return " ".join(f"{peak / size:.2f}" for peak in peaks_bytes)
+    return f"{min(peaks_bytes) / size:.2f} .. {max(peaks_bytes) / size:.2f}"
