@@ -24,7 +24,6 @@ from megatron_optpipe.runtime.lanes import Event, Job, Lanes, Transfer
 from megatron_optpipe.runtime.recorder import Recording
 from megatron_optpipe.runtime.transport import PeerLost, Transport
 
-
 PEER_NOTE_S = 5.0
 """After a lost connection: how long to wait for the note that says why."""
 

@@ -1,10 +1,10 @@
 """What autograd saves for one op: storages held once, views made again on demand.
 
 ``saved_tensors_hooks`` hand every saved tensor to ``OpRecord.pack``. A tensor that may leave the
-device is kept as a description of its view (dtype, size, strides, offset) and a ``Slot``, one slot a
-storage; ``unpack`` builds the same view again over whatever memory the slot holds then. Any other
-tensor is kept as it is. Handles keep their slots alive, as autograd's graph keeps its tensors, so
-memory lives exactly as long as the graph (or the view that a W still holds) does.
+device is kept as a description of its view (dtype, size, strides, offset) and a ``Slot``, one slot
+for each storage; ``unpack`` builds the same view again over whatever memory the slot holds then.
+Any other tensor is kept as it is. Handles keep their slots alive, as autograd's graph keeps its
+tensors, so memory lives exactly as long as the graph (or the view that a W still holds) does.
 """
 
 from __future__ import annotations
@@ -90,25 +90,28 @@ class OpRecord:
 
     def pack(self, tensor: Tensor) -> Handle:
         """What autograd keeps in place of ``tensor``."""
-        if is_traceable_wrapper_subclass(tensor):
+        if type(tensor) is not Tensor:
+            if not is_traceable_wrapper_subclass(tensor):
+                return tensor
             names, context = tensor.__tensor_flatten__()
             inner = {name: self.pack(getattr(tensor, name)) for name in names}
             return Wrapped(type(tensor), inner, context, tensor.size(), tensor.stride())
         if not self._is_plain(tensor):
             # Detached: a saved output that kept its own graph would be a reference cycle.
-            return tensor.detach() if type(tensor) is Tensor else tensor
+            return tensor.detach()
         storage = tensor.untyped_storage()
         slot = self.slots.get(storage._cdata)
         if slot is None:
             slot = Slot(self.op, storage, storage.nbytes(), self.may_leave(storage))
             self.slots[storage._cdata] = slot
-        return View(slot, tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset())
+        return View(
+            slot, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset())
+        )
 
     def _is_plain(self, tensor: Tensor) -> bool:
         """Whether the tensor is nothing but a strided view of bytes on the device."""
         return (
-            type(tensor) is Tensor
-            and tensor.layout == torch.strided
+            tensor.layout == torch.strided
             and tensor.device == self.device
             and not tensor.is_quantized
             and not tensor.is_conj()

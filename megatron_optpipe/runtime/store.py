@@ -8,7 +8,6 @@ comes back as new memory under the same views, bit for bit. Parameters never lea
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -61,9 +60,10 @@ class ActivationStore:
         self._min_bytes = min_bytes
         self._records: dict[Key, OpRecord] = {}
         self._hosted: dict[Key, Hosted] = {}
-        self._fixed = [StorageWeakRef(p.untyped_storage()) for p in parameters]
-        self._fixed_keys = {ref.cdata for ref in self._fixed}
-        self._lock = threading.Lock()
+        # The address of a storage is not used again while a weak reference to it exists.
+        self._fixed = {
+            p.untyped_storage()._cdata: StorageWeakRef(p.untyped_storage()) for p in parameters
+        }
 
     @property
     def resident_bytes(self) -> int:
@@ -76,7 +76,8 @@ class ActivationStore:
         return self.ledger.peak_bytes
 
     def start(self) -> None:
-        """A new iteration: counters start again."""
+        """A new iteration: counters start again; what no B has used is forgotten."""
+        self._records.clear()
         self.moved_bytes = 0
         self.freed_bytes = 0
         self.ledger.reset_peak()
@@ -88,9 +89,7 @@ class ActivationStore:
         self._records[_key(op)] = record
 
         def pack(tensor: Tensor) -> Handle:
-            if isinstance(tensor, Parameter) or self._is_fixed(tensor):
-                return tensor
-            return record.pack(tensor)
+            return tensor if self._is_fixed(tensor) else record.pack(tensor)
 
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             yield
@@ -127,12 +126,12 @@ class ActivationStore:
         return Reload(self, op)
 
     def _is_fixed(self, tensor: Tensor) -> bool:
-        if not self._fixed_keys or tensor.layout != torch.strided:
+        """Whether it is a parameter, or a view of one."""
+        if isinstance(tensor, Parameter) or isinstance(tensor._base, Parameter):
+            return True
+        if not self._fixed or type(tensor) is not Tensor or tensor.layout != torch.strided:
             return False
-        try:
-            return tensor.untyped_storage()._cdata in self._fixed_keys
-        except (RuntimeError, NotImplementedError):  # wrappers without a storage of their own
-            return False
+        return tensor.untyped_storage()._cdata in self._fixed
 
     def _may_leave(self, storage: UntypedStorage) -> bool:
         return storage.nbytes() >= self._min_bytes
