@@ -75,7 +75,7 @@ def _try(problem: Problem, method: str, make: Callable[[], Plan]) -> MethodResul
     try:
         plan = make()
     except OptPipeError as refusal:
-        reason = " ".join(str(refusal).split())
+        reason = " ".join(str(refusal).split()).removeprefix(f"{method}: ")
         return MethodResult(method, time.perf_counter() - began, False, f"no plan: {reason}")
     planning_s = time.perf_counter() - began
     summary = summarize(problem, plan)

@@ -78,7 +78,12 @@ def print_comparison(problem: Problem, rows: Sequence[MethodResult], out: IO[str
     for row in rows:
         style = "bold green" if row is best else "" if row.feasible else "dim"
         table.add_row(*(Text(cell) for cell in _cells(row, row is best, size)), style=style)
-    console.print(table)
+    if out.isatty():
+        console.print(table)
+        return
+    with console.capture() as captured:
+        console.print(table)
+    out.writelines(f"{line.rstrip()}\n" for line in captured.get().splitlines())
 
 
 def _best(rows: Sequence[MethodResult]) -> MethodResult | None:

@@ -115,5 +115,6 @@ def memory_steps(problem: Problem, bars: Iterable[Bar], device: int) -> tuple[St
             changes.append((bar.end_ms - TIME_TOLERANCE_MS, bar.end_ms, change.at_end_bytes))
     steps = [Step(0.0, 0)]
     for _, time_ms, amount_bytes in sorted(changes):
-        steps.append(Step(time_ms, steps[-1].resident_bytes + amount_bytes))
+        at_ms = max(time_ms, steps[-1].time_ms)  # never back, not even by a rounding error
+        steps.append(Step(at_ms, steps[-1].resident_bytes + amount_bytes))
     return tuple(steps)
