@@ -1,0 +1,1 @@
+"""The two JSON schemas of the contract, as package data."""
