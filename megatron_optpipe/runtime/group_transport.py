@@ -185,12 +185,12 @@ class GroupTransport:
                 f"{str(failure).splitlines()[0]}"
             ) from failure
 
-    def _irecv(self, tensor: Tensor, peer: int, message: Message) -> dist.Work:
-        return _started(dist.irecv(tensor, peer, self._group, _tag(message)))
+    def _irecv(self, tensor: Tensor, peer: int, message: Message, tag: int = 0) -> dist.Work:
+        return _started(dist.irecv(tensor, peer, self._group, tag | _tag(message)))
 
-    def _isend(self, tensor: Tensor, peer: int, message: Message) -> dist.Work:
+    def _isend(self, tensor: Tensor, peer: int, message: Message, tag: int = 0) -> dist.Work:
         try:
-            return _started(dist.isend(tensor, peer, self._group, _tag(message)))
+            return _started(dist.isend(tensor, peer, self._group, tag | _tag(message)))
         except RuntimeError as failure:
             raise PeerLost(f"send of {message} failed: {failure}") from failure
 

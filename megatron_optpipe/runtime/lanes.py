@@ -60,7 +60,9 @@ class Job:
 class Lane(Protocol):
     """One direction of copies."""
 
-    name: str
+    @property
+    def name(self) -> str:
+        """``offload`` or ``reload``."""
 
     def submit(self, job: Job) -> Event:
         """Queue a job behind the earlier ones; returns the event of its end."""
@@ -69,8 +71,13 @@ class Lane(Protocol):
 class Lanes(Protocol):
     """The two lanes of a device."""
 
-    offload: Lane
-    reload: Lane
+    @property
+    def offload(self) -> Lane:
+        """Device to host."""
+
+    @property
+    def reload(self) -> Lane:
+        """Host to device."""
 
     def begin(self) -> None:
         """A new iteration starts."""
