@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from megatron_optpipe.core.op import TIME_TOLERANCE_MS
 from megatron_optpipe.core.problem import Problem
 from megatron_optpipe.units import format_bytes
 from megatron_optpipe.view.style import FAINT, INK, LIMIT
-from megatron_optpipe.view.timeline import Timeline
+from megatron_optpipe.view.timeline import Step, Timeline
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -41,8 +42,9 @@ def draw_memory(axes: Axes, problem: Problem, timelines: Sequence[Timeline], row
     for device in range(problem.num_devices):
         floor_in = (device + 1) * row_in - 0.04
         for index, timeline in enumerate(timelines):
-            times_ms = [step.time_ms for step in timeline.memory[device]]
-            heights = [floor_in - s.resident_bytes * per_byte_in for s in timeline.memory[device]]
+            steps = _lasting(timeline.memory[device])
+            times_ms = [step.time_ms for step in steps]
+            heights = [floor_in - step.resident_bytes * per_byte_in for step in steps]
             times_ms.append(max(timeline.makespan_ms, times_ms[-1]))
             heights.append(heights[-1])
             if index == 0:
@@ -65,6 +67,16 @@ def draw_memory(axes: Axes, problem: Problem, timelines: Sequence[Timeline], row
     axes.set_title(
         f"activation memory ({shown}; dashed red: limit)", fontsize=8.5, color=INK, loc="left"
     )
+
+
+def _lasting(steps: Sequence[Step]) -> list[Step]:
+    """Without the steps that another one follows at the same time."""
+    pairs = zip(steps, [*steps[1:], None], strict=True)
+    return [
+        step
+        for step, after in pairs
+        if after is None or after.time_ms - step.time_ms > 2 * TIME_TOLERANCE_MS
+    ]
 
 
 def _label(
