@@ -140,6 +140,22 @@ def test_mutated_problem(tmp_path: Path, source: Path, seed: int) -> None:
             refused(outcome)
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("p2p_ms", 2**63),
+        ("p2p_ms", 1e308),
+        ("num_microbatches", 10**9),
+        ("num_microbatches", 10**7),
+    ],
+)
+def test_sizes_that_no_plan_can_have(tmp_path: Path, field: str, value: float) -> None:
+    bad = tmp_path / "bad.json"
+    bad.write_text(json.dumps(json.loads(PROBLEM.read_text()) | {field: value}))
+    line = refused(optpipe("plan", bad, "-o", tmp_path / "plan.json"))
+    assert "at most" in line
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_mutated_plan(tmp_path: Path, seed: int) -> None:
     """A mutated plan is refused as a file (2), found invalid (1), or truly valid."""

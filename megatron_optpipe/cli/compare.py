@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from megatron_optpipe.cli.arguments import problem_argument, seed_option, time_limit_option
-from megatron_optpipe.cli.files import read_problem
+from megatron_optpipe.cli.files import read_plannable
 
 
 @click.command(short_help="Compare every method on one problem.")
@@ -22,7 +22,7 @@ def compare(problem_file: Path, as_csv: bool, time_limit_s: float, seed: int) ->
     Makespan, bubble, own span, peak memory of each device, moved bytes, time to plan, and whether
     the memory suffices, or by how much not.
     """
-    problem = read_problem(problem_file)
+    problem = read_plannable(problem_file)
 
     from megatron_optpipe.compare import compare_methods
     from megatron_optpipe.view.tables import comparison_csv, print_comparison

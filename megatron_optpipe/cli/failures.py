@@ -40,7 +40,9 @@ def user_error(error: Exception) -> UserError | None:
         return UserError(f"{error.format_message()} (see `{where} --help`)", EXIT_BAD_INPUT)
     if isinstance(error, click.ClickException):
         return UserError(error.format_message(), EXIT_BAD_INPUT)
-    if isinstance(error, (CheckFailed, PlanInvalid, Deadlock)):
+    # The runtime's faults are matched by name: naming their classes would import torch.
+    of_runtime = type(error).__name__ in ("RuntimeFault", "RehearsalFailed")
+    if of_runtime or isinstance(error, (CheckFailed, PlanInvalid, Deadlock)):
         return UserError(str(error), EXIT_FAILED)
     if isinstance(error, (BadInput, OptPipeError, UnitError)):
         return UserError(str(error), EXIT_BAD_INPUT)
@@ -50,9 +52,6 @@ def user_error(error: Exception) -> UserError | None:
         return _of_missing_module(error)
     if isinstance(error, MemoryError):
         return UserError("out of memory: the problem is too large for this machine", EXIT_FAILED)
-    # The runtime's fault is matched by name: naming the class would import torch.
-    if type(error).__name__ == "RuntimeFault":
-        return UserError(str(error), EXIT_FAILED)
     return None
 
 

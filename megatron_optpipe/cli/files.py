@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING
 
 from megatron_optpipe.cli.failures import BadInput, CheckFailed
 
+MAX_OPS = 3_000_000
+"""F, B and W of a plan: ten times that of 64 devices, 4 chunks each and 512 microbatches."""
+
 if TYPE_CHECKING:
     from megatron_optpipe.core.plan import Plan
     from megatron_optpipe.core.problem import Problem
@@ -18,6 +21,18 @@ def read_problem(path: Path) -> Problem:
     from megatron_optpipe.core.problem import load_problem
 
     return load_problem(path)
+
+
+def read_plannable(path: Path) -> Problem:
+    """The problem file, refused where its plan would be too large to make or to write."""
+    problem = read_problem(path)
+    num_ops = 3 * problem.num_stages * problem.num_microbatches
+    if num_ops > MAX_OPS:
+        raise BadInput(
+            f"{path}: num_microbatches = {problem.num_microbatches} makes a plan of {num_ops} ops:"
+            f" must be at most {MAX_OPS}; plan fewer microbatches"
+        )
+    return problem
 
 
 def read_valid_plan(path: Path, problem: Problem, problem_path: Path) -> Plan:

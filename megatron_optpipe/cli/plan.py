@@ -14,7 +14,7 @@ from megatron_optpipe.cli.arguments import (
     seed_option,
     time_limit_option,
 )
-from megatron_optpipe.cli.files import read_problem, require_writable
+from megatron_optpipe.cli.files import read_plannable, require_writable
 
 
 @click.command(short_help="Make a plan for a problem.")
@@ -77,7 +77,7 @@ def plan(
 ) -> None:
     """Make a plan for PROBLEM, check it, write it to PLAN and say how good it is."""
     require_writable(plan_file)
-    problem = read_problem(problem_file)
+    problem = read_plannable(problem_file)
 
     from megatron_optpipe.core.check import require_valid
     from megatron_optpipe.core.plan import save_plan

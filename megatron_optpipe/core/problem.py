@@ -18,10 +18,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_optpipe.core.errors import ProblemError
-from megatron_optpipe.core.op import Op
+from megatron_optpipe.core.op import COMPUTE, TRANSFER, Op
 from megatron_optpipe.core.schema import canonical_number, read_json, require_schema
 
 SCHEMA = "optpipe.problem/1"
+
+MAX_TOTAL_MS = 4e9
+"""46 days: above 2^32 ms a double no longer resolves the contract's tolerance of 1e-6 ms."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -341,7 +344,7 @@ def _require_consistent(problem: Problem) -> None:
         _require_number(f"links.{name}.gbps", link.gbps, least=0.0, open_end=True)
         _require_number(f"links.{name}.latency_ms", link.latency_ms, least=0.0)
     _require_hops(problem)
-    _require_finite_total(problem)
+    _require_resolvable_times(problem)
     if problem.host_memory_bytes is not None and problem.host_memory_bytes < 0:
         raise ProblemError(f"host_memory_bytes = {problem.host_memory_bytes}: must be at least 0")
 
@@ -396,17 +399,22 @@ def _require_hops(problem: Problem) -> None:
             _require_number(f"p2p_ms[{src}][{dst}]", value, least=0.0)
 
 
-def _require_finite_total(problem: Problem) -> None:
-    """All ops one after another must take a finite time: no plan could name its makespan else."""
+def _require_resolvable_times(problem: Problem) -> None:
+    """All ops one after another must end while a double still resolves the tolerance of times."""
     hop = problem.p2p_ms
     longest_hop = max(map(max, hop)) if isinstance(hop, tuple) else hop
-    total = 0.0
+    compute = transfers = 0.0
     for stage in range(problem.num_stages):
-        kinds = "FBWOR" if problem.can_offload(stage) else "FBW"
-        total += 2 * longest_hop + sum(problem.duration_ms(Op(kind, stage, 0)) for kind in kinds)
-    if not math.isfinite(total * problem.num_microbatches):
+        compute += 2 * longest_hop
+        compute += sum(problem.duration_ms(Op(kind, stage, 0)) for kind in COMPUTE)
+        if problem.can_offload(stage):
+            transfers += sum(problem.duration_ms(Op(kind, stage, 0)) for kind in TRANSFER)
+    total = compute * problem.num_microbatches
+    if not total <= MAX_TOTAL_MS or not math.isfinite(transfers):
         raise ProblemError(
-            "the times of all ops add up to more than a number can hold; give times in ms"
+            f"the times of all ops add up to {max(total, transfers):.3g} ms: must be at most "
+            f"{MAX_TOTAL_MS:.0e} ms, so that times can be compared to 1e-6 ms; "
+            "give times in ms, or fewer microbatches"
         )
 
 
