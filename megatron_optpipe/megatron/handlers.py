@@ -8,7 +8,7 @@ where the graph begins.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +21,7 @@ from megatron_optpipe.core.op import Op
 from megatron_optpipe.core.program import Compute, Program
 from megatron_optpipe.megatron.grad_sync import GradSync
 from megatron_optpipe.megatron.wgrad import WeightGradSplit
+from megatron_optpipe.runtime.store import ActivationStore
 
 __all__ = ["ChunkMap", "Iteration", "StageHandlers", "adjacent_pairs"]
 
@@ -69,21 +70,32 @@ class StageHandlers:
     Args:
         chunks: which stages this rank owns.
         split: the queues between B and W.
+        store: told what W keeps in memory after B, so that it is counted.
         fused: (stage, microbatch) whose W directly follows its B: one backward of Megatron's.
     """
 
     def __init__(
-        self, chunks: ChunkMap, split: WeightGradSplit, fused: frozenset[Key] = frozenset()
+        self,
+        chunks: ChunkMap,
+        split: WeightGradSplit,
+        store: ActivationStore,
+        fused: frozenset[Key] = frozenset(),
     ) -> None:
         self._chunks = chunks
         self._split = split
+        self._store = store
         self._fused = fused
+        self._batches: list[_Batches | None] = []
         self._graphs: dict[Key, tuple[Tensor | None, Tensor]] = {}
         self._iteration: Iteration | None = None
 
     def begin(self, iteration: Iteration) -> None:
         """Take the arguments of the next run."""
         self._iteration = iteration
+        self._batches = [
+            None if source is None else _Batches(source, self._store)
+            for source in iteration.data_iterator
+        ]
         self._graphs.clear()
         self._split.clear()
 
@@ -98,7 +110,7 @@ class StageHandlers:
         with self._splitting(op):
             output, num_tokens = schedules.forward_step(
                 now.forward_step_func,
-                now.data_iterator[chunk],
+                self._batches[chunk],
                 now.model[chunk],
                 now.num_microbatches,
                 received,
@@ -133,6 +145,7 @@ class StageHandlers:
             gradient: Tensor | None = schedules.backward_step(input_, output, received, now.config)
         if (op.stage, op.microbatch) in self._fused:
             self._chunk_done(now, op)
+        self._store.count(self._split.held(op.stage, op.microbatch))
         return gradient
 
     def backward_weight(self, op: Op) -> None:
@@ -175,6 +188,29 @@ class StageHandlers:
             if index < len(now.model):
                 function = gather[index] if isinstance(gather, Sequence) else gather
                 function(now.model[index].parameters())
+
+
+class _Batches:
+    """A data iterator whose batches are known to the store as somebody else's.
+
+    Megatron's rerun machine keeps the batches of an iteration to its end: they are no activations,
+    B and W do not free them.
+    """
+
+    def __init__(self, source: Iterator[Any], store: ActivationStore) -> None:
+        self._source, self._store = source, store
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        batch = next(self._source)
+        values = batch.values() if isinstance(batch, Mapping) else (batch,)
+        self._store.keep_out(value for value in values if isinstance(value, Tensor))
+        return batch
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._source, name)
 
 
 def adjacent_pairs(program: Program) -> frozenset[Key]:

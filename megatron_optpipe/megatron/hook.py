@@ -140,11 +140,12 @@ def _replace() -> None:
         return forward_backward_func(stock_getter(*positional, **named))
 
     places = []
-    for name, stock, ours in (
+    replaced: list[tuple[str, Any, Any]] = [
         ("validate_args", stock_validate, validate_args),
         (GETTER, stock_getter, getter),
-    ):
-        ours.optpipe_stock = stock  # type: ignore[attr-defined]
+    ]
+    for name, stock, ours in replaced:
+        ours.optpipe_stock = stock
         for module in [m for n, m in sys.modules.items() if n.partition(".")[0] in _OWNERS]:
             if getattr(module, name, None) is stock:
                 setattr(module, name, ours)

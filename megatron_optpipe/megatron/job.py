@@ -69,6 +69,10 @@ def load_job(args: Namespace) -> Job:
     """Read and check the files that the flags name. Raises ``OptPipeError`` (one line)."""
     shape, limit = shape_of(args), memory_limit_bytes(args)
     planner_time_limit_s(args)
+    if args.optpipe_write_problem is not None:
+        _require_measurable(args)
+        problem = unmeasured(args)
+        return Job(problem, _classic_plan(problem), measured=False)
     if args.optpipe_plan is not None:
         plan = load_plan(args.optpipe_plan)
         problem, source = _problem_of(plan, args)
@@ -83,7 +87,7 @@ def load_job(args: Namespace) -> Job:
             problem = with_memory(problem, limit)
         _require_one_fits(problem)
         return Job(problem)
-    if limit is not None and args.optpipe_write_problem is None:
+    if limit is not None:
         raise OptPipeError(
             f"--optpipe-memory-limit {args.optpipe_memory_limit}: a limit in bytes needs measured "
             "bytes; run once with --optpipe-write-problem FILE, then add --optpipe-problem FILE"
@@ -96,8 +100,6 @@ def unmeasured(args: Namespace) -> Problem:
 
     Its plan has the memory and the order of dependencies right; its clock means nothing.
     """
-    from megatron_optpipe.planner.orders import interleaved, one_f_one_b
-
     shape = shape_of(args)
     num_stages = len(shape.stage_device)
     tokens = args.seq_length * args.micro_batch_size // args.tensor_model_parallel_size
@@ -115,10 +117,20 @@ def unmeasured(args: Namespace) -> Problem:
         name="not measured",
         notes="equal times; the limit of each device is the peak of (interleaved) 1F1B",
     )
-    orders = interleaved(problem) if shape.num_chunks > 1 else one_f_one_b(problem)
-    peaks = summarize(problem, time_orders(problem, orders, method="1f1b")).peak_bytes
-    devices = tuple(Device(peak) for peak in peaks)
+    plan = _classic_plan(problem)
+    devices = tuple(Device(peak) for peak in summarize(problem, plan).peak_bytes)
     return dataclasses.replace(problem, devices=devices)
+
+
+def _classic_plan(problem: Problem) -> Plan:
+    """(Interleaved) 1F1B with each W right after its B."""
+    from megatron_optpipe.planner.orders import gpipe, interleaved, one_f_one_b
+
+    if problem.num_stages == problem.num_devices:
+        return time_orders(problem, one_f_one_b(problem), method="1f1b")
+    if problem.num_microbatches % problem.num_devices == 0:
+        return time_orders(problem, interleaved(problem), method="interleaved")
+    return time_orders(problem, gpipe(problem), method="gpipe")
 
 
 def make_plan_for(job: Job, args: Namespace) -> Plan:
@@ -213,6 +225,18 @@ def _problem_of(plan: Plan, args: Namespace) -> tuple[Problem, str]:
         f"{args.optpipe_plan}: made for problem {plan.problem_sha256[:12]}, and no file beside it "
         "is that problem; add --optpipe-problem FILE"
     )
+
+
+def _require_measurable(args: Namespace) -> None:
+    if args.optpipe_plan is not None or args.optpipe_problem is not None:
+        raise OptPipeError(
+            f"--optpipe-write-problem {args.optpipe_write_problem}: measures under a classic order "
+            "of its own; leave out --optpipe-plan and --optpipe-problem"
+        )
+    if args.optpipe_profile_iterations < 1:
+        raise OptPipeError(
+            f"--optpipe-profile-iterations {args.optpipe_profile_iterations}: must be at least 1"
+        )
 
 
 def _require_shape(problem: Problem, shape: JobShape, source: str) -> None:

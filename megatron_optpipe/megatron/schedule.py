@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from argparse import Namespace
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,10 +19,15 @@ from megatron_optpipe.core.plan import Plan
 from megatron_optpipe.core.problem import Problem
 from megatron_optpipe.core.program import lower
 from megatron_optpipe.core.timing import time_orders
-from megatron_optpipe.megatron.engine import Engine, MessageSpec
+from megatron_optpipe.megatron.arguments import memory_limit_bytes
+from megatron_optpipe.megatron.engine import Engine, Rank, make_store
 from megatron_optpipe.megatron.grad_sync import GradSync
 from megatron_optpipe.megatron.handlers import Iteration
 from megatron_optpipe.megatron.job import load_job, make_plan_for, settle
+from megatron_optpipe.megatron.profile import MeasuringStore, Profile
+from megatron_optpipe.megatron.report import RunLog
+from megatron_optpipe.runtime.group_transport import MessageSpec
+from megatron_optpipe.runtime.store import ActivationStore
 
 __all__ = ["PipelineRun"]
 
@@ -35,6 +41,9 @@ class PipelineRun:
     def __init__(self, problem: Problem, plan: Plan, args: Namespace) -> None:
         self.problem, self.plan = problem, plan
         self._args = args
+        self._rank: Rank | None = None
+        self._profile: Profile | None = None
+        self._log: RunLog | None = None
         self._engines: dict[tuple[bool, int, MessageSpec], Engine] = {}
 
     @classmethod
@@ -98,8 +107,9 @@ class PipelineRun:
         if not forward_only:
             iteration.sync = GradSync(config.no_sync_func, config.grad_sync_func, model)
             iteration.sync.begin()
+        engine = self._engine(spec, num_microbatches, forward_only, model, pp_group)
         try:
-            self._engine(spec, num_microbatches, forward_only, model, pp_group).run(iteration)
+            engine.run(iteration)
         except BaseException:
             if iteration.sync is not None:
                 iteration.sync.abandon()
@@ -109,7 +119,16 @@ class PipelineRun:
             self._finalize(iteration, groups, force_all_reduce)
         if timers is not None:
             timers("forward-backward").stop()
+        if not forward_only:
+            self._observe(engine, spec)
         return iteration.losses
+
+    def _observe(self, engine: Engine, spec: MessageSpec) -> None:
+        """After a training iteration: measure and log, where asked for."""
+        if self._profile is not None and self._profile.add(engine, spec):
+            self._profile = None
+        if self._log is not None:
+            self._log.add(engine)
 
     def _finalize(
         self, iteration: Iteration, groups: ProcessGroupCollection, force_all_reduce: bool | None
@@ -133,14 +152,39 @@ class PipelineRun:
     ) -> Engine:
         key = (forward_only, num_microbatches, spec)
         if key not in self._engines:
-            problem, plan = self.problem, self.plan
+            if self._rank is None:
+                self._rank = self._first_use(pp_group)
             if forward_only:
-                problem, plan = _forwards(problem, num_microbatches)
-            programs = lower(problem, plan, kinds=("F",) if forward_only else ("F", "B", "W"))
-            self._engines[key] = Engine(
-                problem, plan, programs, spec, model, pp_group, self._args, forward_only
-            )
+                problem, plan = _forwards(self.problem, num_microbatches)
+                programs = lower(problem, plan, kinds=("F",))
+                self._engines[key] = Engine(problem, programs, spec, model, self._rank)
+            else:
+                measuring = self._profile is not None
+                kind = MeasuringStore if measuring else ActivationStore
+                self._engines[key] = Engine(
+                    self.problem,
+                    lower(self.problem, self.plan),
+                    spec,
+                    model,
+                    self._rank,
+                    fuse=self._args.optpipe_fuse_adjacent_bw and not measuring,
+                    store=make_store(self._rank.torch_device, model, kind),
+                )
         return self._engines[key]
+
+    def _first_use(self, pp_group: Any) -> Rank:
+        args, rank = self._args, Rank.here(pp_group)
+        if args.optpipe_write_problem is not None:
+            self._profile = Profile(
+                self.problem,
+                rank,
+                Path(args.optpipe_write_problem),
+                memory_limit_bytes(args),
+                args.optpipe_profile_iterations,
+            )
+        if args.optpipe_log_dir is not None:
+            self._log = RunLog(self.problem, self.plan, args, pp_group)
+        return rank
 
     def _require_fit(
         self, num_microbatches: int, num_chunks: int, pp_group: Any, forward_only: bool

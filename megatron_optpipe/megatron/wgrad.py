@@ -77,8 +77,8 @@ class SplitLinear(torch.autograd.Function):
         ctx.save_for_backward(input_)
         weight = call.weight
         ctx.call, ctx.queue, ctx.use_bias = call, queue, bias is not None
-        fused = call.gradient_accumulation_fusion and hasattr(weight, "main_grad")
-        ctx.main_grad = weight.main_grad if fused else None
+        fused = call.gradient_accumulation_fusion
+        ctx.main_grad = getattr(weight, "main_grad", None) if fused else None
         total_input = _gathered(input_, call) if call.sequence_parallel else input_
         output = torch.matmul(total_input, weight.t())
         return output if bias is None else output + bias
@@ -90,7 +90,7 @@ class SplitLinear(torch.autograd.Function):
         (input_,) = ctx.saved_tensors
         call: LinearCall = ctx.call
         grad_input = grad_output.matmul(call.weight)
-        handle = None
+        handle, full = None, grad_input
         if call.allreduce_dgrad:
             handle = torch.distributed.all_reduce(grad_input, group=call.tp_group, async_op=True)
         elif call.sequence_parallel:
@@ -98,13 +98,13 @@ class SplitLinear(torch.autograd.Function):
             handle = torch.distributed.reduce_scatter_tensor(
                 shard, grad_input, group=call.tp_group, async_op=True
             )
-            full, grad_input = grad_input, shard  # keeps the source alive until the wait
+            grad_input = shard
         rows = grad_output.contiguous().view(-1, grad_output.shape[-1])
         ctx.queue.append(Pending(input_, rows, call, ctx.main_grad))
         grad_bias = rows.sum(dim=0) if ctx.use_bias else None
         if handle is not None:
             handle.wait()
-        full = None  # noqa: F841
+        del full  # the source of the reduction had to live until here
         return grad_input, grad_bias, None, None
 
 
@@ -231,7 +231,9 @@ def _weight_gradient(pending: Pending) -> Tensor | None:
     )
     if not call.gradient_accumulation_fusion:
         return grad_output.t().matmul(total_input)
-    weight.main_grad = main_grad = pending.main_grad
+    main_grad = pending.main_grad
+    assert main_grad is not None, "gradient accumulation fusion needs Megatron's main_grad"
+    weight.main_grad = main_grad  # type: ignore[attr-defined]
     kernels = layers.fused_weight_gradient_mlp_cuda
     if main_grad.dtype == torch.float32:
         kernels.wgrad_gemm_accum_fp32(total_input, grad_output, main_grad)

@@ -61,9 +61,8 @@ class ActivationStore:
         self._records: dict[Key, OpRecord] = {}
         self._hosted: dict[Key, Hosted] = {}
         # The address of a storage is not used again while a weak reference to it exists.
-        self._fixed = {
-            p.untyped_storage()._cdata: StorageWeakRef(p.untyped_storage()) for p in parameters
-        }
+        self._fixed: dict[int, StorageWeakRef] = {}
+        self.keep_out(parameters)
 
     @property
     def resident_bytes(self) -> int:
@@ -101,6 +100,8 @@ class ActivationStore:
         """Around B ``op``: what its F saved is on the device; afterwards it is forgotten."""
         if _key(op) in self._hosted:
             raise RuntimeError(f"{op} needs activations that are on the host: reload them first")
+        # From here on only the graph holds them, so autograd lets go of each while B runs.
+        self._records.pop(_key(op), None)
         yield
         self.drop(op)
 
@@ -116,6 +117,15 @@ class ActivationStore:
         """Count these tensors as resident activations for as long as they live."""
         self.ledger.add_tensors(tensors)
         self.ledger.sample()
+
+    def keep_out(self, tensors: Iterable[Tensor]) -> None:
+        """These belong to somebody else, who keeps them: they are neither counted nor moved."""
+        dead = [key for key, ref in self._fixed.items() if ref.expired()]
+        for key in dead:
+            del self._fixed[key]
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            self._fixed[storage._cdata] = StorageWeakRef(storage)
 
     def offload(self, op: Op) -> Offload:
         """The transfer of O ``op``; what it moves is looked up when it runs."""
