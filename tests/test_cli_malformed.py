@@ -136,6 +136,8 @@ def test_mutated_problem(tmp_path: Path, source: Path, seed: int) -> None:
         same = {**changed, "name": 0, "notes": 0} if isinstance(changed, dict) else None
         if outcome.code == 0:
             assert same == {**json.loads(PROBLEM.read_text()), "name": 0, "notes": 0}
+        elif outcome.code == 1:
+            assert "digest" in refused(outcome, code=1)
         else:
             refused(outcome)
 
