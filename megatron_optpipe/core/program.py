@@ -9,15 +9,16 @@ done yet can always be done: the program ends even if sends and receives block u
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from megatron_optpipe.core.arrows import cross_lane_waits
 from megatron_optpipe.core.deadlock import describe_cycle
 from megatron_optpipe.core.errors import Deadlock
-from megatron_optpipe.core.op import COMPUTE, Op
+from megatron_optpipe.core.op import COMPUTE, TIME_TOLERANCE_MS, Op
 from megatron_optpipe.core.plan import Plan
 from megatron_optpipe.core.problem import Problem
 
@@ -83,6 +84,9 @@ class Program:
     reload: tuple[Op, ...]
     waits: Mapping[Op, tuple[Op, ...]]
     """Ops whose end an op must wait for, beyond its own lane's order and its message."""
+    pace: Mapping[Op, Op] = field(default_factory=dict)
+    """For a reload, the compute op that the plan has ended before it: handed to its lane sooner, a
+    reload would be safe (``waits`` see to that), but hold memory long before its B needs it."""
 
 
 def input_of(problem: Problem, op: Op) -> Op | None:
@@ -110,8 +114,9 @@ def lower(problem: Problem, plan: Plan, *, kinds: Sequence[str] = COMPUTE) -> tu
     """
     whole = set(kinds) >= set(COMPUTE)
     waits = cross_lane_waits(problem, plan) if whole else {}
+    pace = _pace(problem, plan) if whole else {}
     items: list[list[Item]] = [[] for _ in plan.devices]
-    for node in _one_order(problem, plan, kinds, waits):
+    for node in _one_order(problem, plan, kinds, waits, pace):
         if isinstance(node, Message):
             items[node.src].append(Send(node))
             items[node.dst].append(Recv(node))
@@ -129,16 +134,33 @@ def lower(problem: Problem, plan: Plan, *, kinds: Sequence[str] = COMPUTE) -> tu
                 offload=offload,
                 reload=reload,
                 waits={op: needs for op, needs in waits.items() if op in mine},
+                pace={op: pace[op] for op in reload if op in pace},
             )
         )
     return tuple(programs)
+
+
+def _pace(problem: Problem, plan: Plan) -> dict[Op, Op]:
+    """For each reload the last compute op of its device that has ended when it starts."""
+    pace: dict[Op, Op] = {}
+    for device in plan.devices:
+        ends_ms = [at + problem.duration_ms(op) for op, at in device.compute]
+        for op, at in device.reload:
+            ended = bisect_right(ends_ms, at + TIME_TOLERANCE_MS)
+            if ended:
+                pace[op] = device.compute[ended - 1].op
+    return pace
 
 
 Node = Op | Message
 
 
 def _one_order(
-    problem: Problem, plan: Plan, kinds: Sequence[str], waits: Mapping[Op, tuple[Op, ...]]
+    problem: Problem,
+    plan: Plan,
+    kinds: Sequence[str],
+    waits: Mapping[Op, tuple[Op, ...]],
+    pace: Mapping[Op, Op],
 ) -> list[Node]:
     """Every op and message in one order that respects lanes, data and waits; planned times decide
     among what is free (a message is timed by the end of its producer and goes first)."""
@@ -176,6 +198,8 @@ def _one_order(
     for op, needs in waits.items():
         for need in needs:
             arrow(need, op)
+    for op, need in pace.items():
+        arrow(need, op)
     return _sorted_by_time(key, after, missing)
 
 
@@ -215,7 +239,7 @@ def prove_ends(programs: Sequence[Program]) -> None:
     place = [0] * len(programs)
     lanes = [lane for p in programs for lane in (p.offload, p.reload)]
     lane_place = [0] * len(lanes)
-    lane_waits = [p.waits for p in programs for _ in (0, 1)]
+    lane_program = [p for p in programs for _ in (0, 1)]
     done: set[Op] = set()
     moved = True
     while moved:
@@ -223,7 +247,9 @@ def prove_ends(programs: Sequence[Program]) -> None:
         for index, lane in enumerate(lanes):
             while lane_place[index] < len(lane):
                 op = lane[lane_place[index]]
-                if any(need not in done for need in lane_waits[index].get(op, ())):
+                program = lane_program[index]
+                needs = [*program.waits.get(op, ()), program.pace.get(op, op)]
+                if any(need not in done for need in needs if need != op):
                     break
                 done.add(op)
                 lane_place[index] += 1

@@ -22,7 +22,7 @@ from megatron_optpipe.runtime.lanes import Lanes
 from megatron_optpipe.runtime.recorder import Recorder
 from megatron_optpipe.runtime.store import ActivationStore
 from megatron_optpipe.runtime.thread_lanes import ThreadLanes
-from megatron_optpipe.runtime.turns import StoreTurns, awaited_elsewhere
+from megatron_optpipe.runtime.turns import StoreTurns, awaited_elsewhere, takes_turns
 
 __all__ = ["Engine", "Rank", "own_store"]
 
@@ -136,5 +136,6 @@ def _lanes(programs: Sequence[Program], rank: Rank, recorder: Recorder) -> Lanes
     if rank.torch_device.type == "cuda":
         from megatron_optpipe.runtime.cuda_lanes import CudaLanes
 
-        return CudaLanes(device, abort=rank.abort, recorder=recorder, turns=turns)
+        shared = turns if takes_turns(programs, device) else None
+        return CudaLanes(device, abort=rank.abort, recorder=recorder, turns=shared)
     return ThreadLanes(device, abort=rank.abort, recorder=recorder, turns=turns)

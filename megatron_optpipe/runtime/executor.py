@@ -109,6 +109,7 @@ class Executor:
             "W": lambda op: self._backward_weight(handlers, op),
         }
         self._compute_ops = [item.op for item in program.items if isinstance(item, Compute)]
+        self._place = {op: i for i, op in enumerate(self._compute_ops)}
         self._own = {*self._compute_ops, *program.offload, *program.reload}
         self._sent = {i.message.producer for i in program.items if isinstance(i, Send)}
         self._received = {
@@ -154,7 +155,6 @@ class Executor:
             if isinstance(item, Compute):
                 self._current = item.op
                 self._compute(item.op)
-                self._position += 1
             elif isinstance(item, Send):
                 self._current = item.message.producer
                 output = self._outbox.pop(self._current)
@@ -179,6 +179,7 @@ class Executor:
         self._handlers[op.kind](op)
         if op in self._marked:
             self._events[op] = self._lanes.mark(op)
+        self._position += 1
         self._submit_ready()
 
     def _submit_ready(self) -> None:
@@ -201,6 +202,9 @@ class Executor:
                     moved = True
 
     def _issued(self, op: Op) -> bool:
+        pace = self.program.pace.get(op)
+        if pace is not None and self._place[pace] >= self._position:
+            return False
         return all(w in self._events for w in self.program.waits.get(op, ()) if w in self._own)
 
     def _event(self, op: Op) -> Event:

@@ -12,7 +12,7 @@ from datetime import timedelta
 
 from torch.distributed.distributed_c10d import Store
 
-from megatron_optpipe.core.op import Op
+from megatron_optpipe.core.op import TRANSFER, Op
 from megatron_optpipe.core.program import Program
 from megatron_optpipe.runtime.abort import Abort
 
@@ -31,6 +31,14 @@ def awaited_elsewhere(programs: Sequence[Program], device: int) -> frozenset[Op]
         for need in needs
         if need in own
     )
+
+
+def takes_turns(programs: Sequence[Program], device: int) -> bool:
+    """Whether ``device`` waits for transfers of others, or others for its own."""
+    program = programs[device]
+    own = {*program.offload, *program.reload}
+    waits = {need for op in own for need in program.waits.get(op, ()) if need.kind in TRANSFER}
+    return bool(waits - own) or bool(awaited_elsewhere(programs, device))
 
 
 class StoreTurns:

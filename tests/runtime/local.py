@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -120,4 +121,4 @@ def run_threads(executors: Sequence[Executor], net: Net) -> list[BaseException]:
 def without_wait(program: Program, op: Op, first: Op) -> Program:
     waits = dict(program.waits)
     waits[op] = tuple(w for w in waits[op] if w != first)
-    return Program(program.device, program.items, program.offload, program.reload, waits)
+    return replace(program, waits=waits)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 
 import pytest
 
@@ -122,12 +123,9 @@ def test_every_single_wait_is_needed(name: str) -> None:
 def test_waits_for_host_memory_are_noticed() -> None:
     problem, plan = ZOO["offload-host-limit"]()
     mutant = [
-        Program(
-            p.device,
-            p.items,
-            p.offload,
-            p.reload,
-            {op: tuple(f for f in fs if not is_host_wait(op, f)) for op, fs in p.waits.items()},
+        replace(
+            p,
+            waits={o: tuple(f for f in fs if not is_host_wait(o, f)) for o, fs in p.waits.items()},
         )
         for p in lower(problem, plan)
     ]

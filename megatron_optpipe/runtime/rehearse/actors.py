@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from megatron_optpipe.core import Message, Op, Problem
-from megatron_optpipe.runtime.group_transport import GroupTransport, MessageSpec
+from megatron_optpipe.runtime.group_transport import GroupTransport, MessageSpec, WrongMessage
 from megatron_optpipe.runtime.rehearse.clock import now_s, sleep_until
 from megatron_optpipe.runtime.rehearse.pieces import Pieces
 from megatron_optpipe.runtime.store import ActivationStore
 
-TOKEN = MessageSpec((2,), torch.int64)
-"""What a rehearsed message carries: stage and microbatch of its producer."""
+TOKEN = MessageSpec((3,), torch.int64)
+"""What a message carries: stage and microbatch of its producer, and when it was sent (ns)."""
 
 
 class _Saver(torch.autograd.Function):
@@ -102,7 +102,7 @@ class SleepingHandlers:
             raise RuntimeError("this op was told to fail")
         if received is not None:
             stage = op.stage - 1 if op.kind == "F" else op.stage + 1
-            if received.tolist() != [stage, op.microbatch]:
+            if received[:2].tolist() != [stage, op.microbatch]:
                 raise RuntimeError(f"{op} got the output of {received.tolist()}")
         return began + self._problem.duration_ms(op) * self._scale * 1e-3
 
@@ -111,19 +111,28 @@ class HopTransport(GroupTransport):
     """Messages arrive once the plan's hop has passed since they were sent, not earlier."""
 
     def __init__(self, problem: Problem, scale: float, device: int) -> None:
-        super().__init__(device, range(problem.num_devices), lambda _: TOKEN, stamped=True)
+        super().__init__(device, range(problem.num_devices), lambda _: TOKEN)
         self._hop_s = [
             problem.hop_ms(src, device) * scale * 1e-3 for src in range(problem.num_devices)
         ]
 
-    def arrived(self, message: Message, header: Tensor) -> None:
-        """Check the stamp, then wait for the moment of arrival."""
-        super().arrived(message, header)
-        sleep_until(int(header[-1]) * 1e-9 + self._hop_s[message.src])
+    def send(self, message: Message, tensor: Tensor) -> None:
+        """Send with the time of now."""
+        tensor[2] = int(now_s() * 1e9)
+        super().send(message, tensor)
+
+    def receive(self, message: Message) -> Tensor:
+        """Wait for the message and for the moment of its arrival."""
+        tensor = super().receive(message)
+        stage, microbatch, sent_ns = tensor.tolist()
+        if (stage, microbatch) != (message.stage, message.microbatch):
+            raise WrongMessage(f"waited for {message} and got that of {stage}, {microbatch}")
+        sleep_until(sent_ns * 1e-9 + self._hop_s[message.src])
+        return tensor
 
 
 def _token(op: Op) -> Tensor:
-    return torch.tensor([op.stage, op.microbatch], dtype=torch.int64)
+    return torch.tensor([op.stage, op.microbatch, 0], dtype=torch.int64)
 
 
 def _stamp(op: Op) -> int:

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import multiprocessing
 import time
-from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-
-from torch.distributed.distributed_c10d import TCPStore
 
 from megatron_optpipe.core import Op, OptPipeError, Plan, Problem, require_valid, summarize
 from megatron_optpipe.runtime.rehearse.pieces import (
@@ -17,7 +14,8 @@ from megatron_optpipe.runtime.rehearse.pieces import (
     free_memory_bytes,
 )
 from megatron_optpipe.runtime.rehearse.report import DeviceReport, RehearsalReport
-from megatron_optpipe.runtime.rehearse.worker import JOIN_S, Result, Task, run_device
+from megatron_optpipe.runtime.rehearse.worker import Result, Task, run_device
+from megatron_optpipe.runtime.stores import JOIN_S, serve
 
 AFTER_FAULT_S = 30.0
 """All processes have ended this long after the first one failed, or are ended."""
@@ -49,9 +47,7 @@ def rehearse(
     """
     require_valid(problem, plan)
     byte_scale = fitting_byte_scale(problem, plan, scale, int(free_memory_bytes() * MEMORY_SHARE))
-    server = TCPStore(
-        "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=JOIN_S)
-    )
+    server, port = serve()
     task = Task(
         problem=problem,
         plan=plan,
@@ -59,12 +55,13 @@ def rehearse(
         byte_scale=byte_scale,
         iterations=iterations,
         rendezvous=rendezvous,
-        port=server.port,
+        port=port,
         fail_at=fail_at,
         slow_copy_s=slow_copy_ms * 1e-3,
     )
     limit_s = 2 * JOIN_S + SLOWER * iterations * plan.makespan_ms * scale * 1e-3
     results = _run_all(task, limit_s)
+    del server  # it serves the processes until here
     return _report(task, results)
 
 

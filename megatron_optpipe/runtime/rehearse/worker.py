@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore, Store, TCPStore
+from torch.distributed.distributed_c10d import Store
 
 from megatron_optpipe.core import Op, Plan, Problem, Program, lower
 from megatron_optpipe.runtime.abort import StoreAbort
@@ -23,14 +23,12 @@ from megatron_optpipe.runtime.rehearse.actors import HopTransport, SleepingHandl
 from megatron_optpipe.runtime.rehearse.clock import now_s, sleep_until
 from megatron_optpipe.runtime.rehearse.rendezvous import transport_class
 from megatron_optpipe.runtime.store import ActivationStore
+from megatron_optpipe.runtime.stores import JOIN_S, connect, under
 from megatron_optpipe.runtime.thread_lanes import ThreadLanes
 from megatron_optpipe.runtime.turns import StoreTurns, awaited_elsewhere
 
 HEAD_START_S = 0.03
 """From the agreement on a start to the start: all processes are awake by then."""
-
-JOIN_S = 60.0
-"""How long a process waits for the others to appear."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,26 +85,24 @@ def run_device(device: int, task: Task, results: Connection) -> None:
 def _run(device: int, task: Task, result: Result) -> None:
     problem = task.problem
 
-    def connect() -> Store:
-        return TCPStore(
-            "127.0.0.1", task.port, is_master=False, timeout=timedelta(seconds=JOIN_S)
-        )
+    def connection() -> Store:
+        return connect(task.port)
 
-    store = connect()
+    store = connection()
     dist.init_process_group(
         "gloo",
-        store=PrefixStore("gloo", store),
+        store=under("gloo", store),
         rank=device,
         world_size=problem.num_devices,
         timeout=timedelta(seconds=JOIN_S),
     )
     programs = lower(problem, task.plan)
-    abort = StoreAbort(PrefixStore("abort", connect()), device)
+    abort = StoreAbort(under("abort", connection()), device)
     transport = transport_class(task.rendezvous)(problem, task.scale, device)
     transport.warm_up(programs)
     abort.on_fault(transport.interrupt)
     try:
-        _iterate(device, task, result, programs, transport, abort, connect, store)
+        _iterate(device, task, result, programs, transport, abort, connection, store)
     finally:
         abort.close()
 
@@ -118,7 +114,7 @@ def _iterate(
     programs: Sequence[Program],
     transport: HopTransport,
     abort: StoreAbort,
-    connect: Callable[[], Store],
+    connection: Callable[[], Store],
     store: Store,
 ) -> None:
     problem, scale = task.problem, task.scale
@@ -129,7 +125,7 @@ def _iterate(
         abort=abort,
         recorder=recorder,
         turns=StoreTurns(
-            lambda: PrefixStore("turns", connect()),
+            lambda: under("turns", connection()),
             awaited_elsewhere(programs, device),
             abort,
         ),
