@@ -52,7 +52,7 @@ FROZEN = {
         "-o",
         "PROBLEM",
     ],
-    "rehearse": ["--iterations", "--rendezvous", "--scale", "PLAN", "PROBLEM"],
+    "rehearse": ["--iterations", "--log-dir", "--rendezvous", "--scale", "PLAN", "PROBLEM"],
     "show": ["--measured", "--output", "-o", "PLAN", "PROBLEM"],
     "unsupported": [],
 }
@@ -185,6 +185,31 @@ def test_show_refuses_what_it_cannot_draw(tmp_path: Path) -> None:
         optpipe("show", PROBLEM, PLAN, "-o", tmp_path / "x.json", "--measured", tmp_path)
     )
     assert "measured-rank" in line
+
+
+def test_rehearse_reports_and_its_measurement_can_be_shown(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    log = tmp_path / "log"
+    options = ("--iterations", "1", "--scale", "2", "--rendezvous", "--log-dir", log)
+    outcome = optpipe("rehearse", PROBLEM, PLAN, *options)
+    assert outcome.code == 0, outcome
+    assert "planned 22.4 ms" in outcome.out
+    assert "rendezvous" in outcome.out
+    drawn = optpipe("show", PROBLEM, PLAN, "-o", tmp_path / "t.json", "--measured", log)
+    assert drawn.code == 0, drawn
+    names = [e["name"] for e in json.loads((tmp_path / "t.json").read_text())["traceEvents"]]
+    assert names.count("F(0,0)") == 2
+
+
+def test_a_rehearsal_that_fails_is_a_failed_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch")
+    from megatron_optpipe.runtime import rehearse
+
+    def fail(*_: object, **__: object) -> None:
+        raise rehearse.RehearsalFailed("rank 1 stood still in B(1,0)")
+
+    monkeypatch.setattr(rehearse, "rehearse", fail)
+    assert "rank 1 stood still" in refused(optpipe("rehearse", PROBLEM, PLAN), code=1)
 
 
 @pytest.mark.parametrize("ending", ["png", "svg", "json"])

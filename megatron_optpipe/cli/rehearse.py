@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import click
@@ -30,8 +31,21 @@ from megatron_optpipe.cli.files import read_problem, read_valid_plan
 @click.option(
     "--rendezvous", is_flag=True, help="Let every send block until its receive is posted."
 )
+@click.option(
+    "--log-dir",
+    "log_dir",
+    metavar="DIR",
+    type=click.Path(path_type=Path),
+    default=None,
+    help="Write each device's measured-rank{r}.json there, for `optpipe show --measured DIR`.",
+)
 def rehearse(
-    problem_file: Path, plan_file: Path, scale: float, iterations: int, rendezvous: bool
+    problem_file: Path,
+    plan_file: Path,
+    scale: float,
+    iterations: int,
+    rendezvous: bool,
+    log_dir: Path | None,
 ) -> None:
     """Run PLAN with the real executor, one process a device, and compare with its times.
 
@@ -40,8 +54,16 @@ def rehearse(
     """
     problem = read_problem(problem_file)
     plan = read_valid_plan(plan_file, problem, problem_file)
+    if log_dir is not None:
+        log_dir.mkdir(parents=True, exist_ok=True)
 
+    from megatron_optpipe.core.problem import write_atomically
     from megatron_optpipe.runtime.rehearse import rehearse as run
 
     report = run(problem, plan, scale=scale, iterations=iterations, rendezvous=rendezvous)
     click.echo(str(report))
+    if log_dir is not None:
+        for device in report.devices:
+            text = json.dumps(device.measurement) + "\n"
+            write_atomically(log_dir / f"measured-rank{device.device}.json", text)
+        click.echo(f"measurement of the last iteration written to {log_dir}")
