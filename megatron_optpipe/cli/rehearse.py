@@ -64,6 +64,8 @@ def rehearse(
     click.echo(str(report))
     if log_dir is not None:
         for device in report.devices:
-            text = json.dumps(device.measurement) + "\n"
+            # The rehearsal may have scaled bytes down; the report has them in the plan's measure.
+            in_plans_bytes = {"peak_bytes": device.peak_bytes, "moved_bytes": device.moved_bytes}
+            text = json.dumps(device.measurement | in_plans_bytes) + "\n"
             write_atomically(log_dir / f"measured-rank{device.device}.json", text)
         click.echo(f"measurement of the last iteration written to {log_dir}")
