@@ -14,6 +14,7 @@ from megatron_optpipe.core.plan import Plan
 from megatron_optpipe.core.problem import Problem
 from megatron_optpipe.units import format_ms
 from megatron_optpipe.view.labels import POINTS_PER_INCH, Labels
+from megatron_optpipe.view.layout import Rows, plot_width_in, rows_for
 from megatron_optpipe.view.memory import draw_memory
 from megatron_optpipe.view.style import COLOURS, FAINT, IDLE, INK, NAMES, shade
 from megatron_optpipe.view.timeline import LANES, Bar, Timeline, of_plan
@@ -25,43 +26,6 @@ if TYPE_CHECKING:
 __all__ = ["draw_gantt", "save_gantt"]
 
 LEFT_IN, RIGHT_IN = 1.15, 1.55
-
-
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """Where each lane of each device lies. All in inches, downwards from the top of the axes."""
-
-    compute_in: float
-    lane_in: float
-    timeline_gap_in: float
-    device_gap_in: float
-    num_timelines: int
-    with_lanes: bool
-
-    @property
-    def timeline_in(self) -> float:
-        """Height of the lanes of one timeline of one device."""
-        return self.compute_in + (2 * self.lane_in if self.with_lanes else 0.0)
-
-    @property
-    def device_in(self) -> float:
-        """Height of one device with the gap below it."""
-        inner = self.num_timelines * self.timeline_in
-        return inner + (self.num_timelines - 1) * self.timeline_gap_in + self.device_gap_in
-
-    def top_in(self, device: int, timeline: int, lane: str) -> float:
-        """Where the lane begins."""
-        top = device * self.device_in + timeline * (self.timeline_in + self.timeline_gap_in)
-        offset = {
-            "compute": 0.0,
-            "d2h": self.compute_in,
-            "h2d": self.compute_in + self.lane_in,
-        }
-        return top + offset[lane]
-
-    def height_in(self, lane: str) -> float:
-        """Height of the lane's bars."""
-        return self.compute_in if lane == "compute" else self.lane_in
 
 
 def save_gantt(problem: Problem, plan: Plan, path: Path, measured: Timeline | None = None) -> None:
@@ -86,9 +50,9 @@ def draw_gantt(problem: Problem, plan: Plan, measured: Timeline | None = None) -
     from matplotlib.figure import Figure
 
     timelines = [of_plan(problem, plan)] + ([measured] if measured is not None else [])
-    rows = _rows_for(problem, timelines)
+    rows = rows_for(problem, timelines)
     memory_row_in = 0.5 if problem.num_devices <= 8 else 0.36 if measured is None else 0.42
-    width_in = _plot_width_in(timelines)
+    width_in = plot_width_in(timelines)
     # A wide picture is looked at from afar: its head grows with it.
     head = min(max(width_in / 16.0, 1.0), 2.0)
     gantt_in = problem.num_devices * rows.device_in
@@ -126,30 +90,6 @@ def draw_gantt(problem: Problem, plan: Plan, measured: Timeline | None = None) -
     _write_title(place, problem, plan, timelines)
     _draw_legend(place, timelines)
     return figure
-
-
-def _rows_for(problem: Problem, timelines: Sequence[Timeline]) -> Rows:
-    few, some = problem.num_devices <= 8, problem.num_devices <= 16
-    with_lanes = any(bar.lane != "compute" for t in timelines for bar in t.bars)
-    return Rows(
-        compute_in=0.30 if few else 0.24 if some else 0.14,
-        lane_in=0.13 if few else 0.10 if some else 0.06,
-        timeline_gap_in=0.05,
-        device_gap_in=0.16 if few else 0.12 if some else 0.06,
-        num_timelines=len(timelines),
-        with_lanes=with_lanes,
-    )
-
-
-def _plot_width_in(timelines: Sequence[Timeline]) -> float:
-    """Wide enough for a number in an average bar, within what a screen and a file can take."""
-    first = timelines[0]
-    busiest = max(
-        (len(first.lane(device, "compute")) for device in range(first.num_devices)), default=1
-    )
-    stretch = max(t.end_ms for t in timelines) / max(first.makespan_ms, 1e-9)
-    wanted_in = 0.17 * busiest / max(1.0 - first.bubble, 0.3) * stretch
-    return min(max(wanted_in, 11.0), 44.0)
 
 
 def _draw_rows(
