@@ -1,0 +1,100 @@
+"""Cuts: rows that every integer solution obeys and that fractional ones may not."""
+
+from __future__ import annotations
+
+import math
+
+from megatron_optpipe.planner.milp_constraints import (
+    compute_by_device,
+    given,
+    memory_row,
+    taken,
+)
+from megatron_optpipe.planner.milp_variables import Variables
+
+MAX_TRIANGLES = 20_000
+
+
+def add_cuts(v: Variables) -> None:
+    """The cut families that the reductions ask for."""
+    if v.reductions.triangle_cuts:
+        triangle_cuts(v)
+    if v.reductions.cover_cuts:
+        cover_cuts(v)
+
+
+def triangle_cuts(v: Variables) -> int:
+    """No circles of three: P(a,b) + P(b,c) + P(c,a) <= 2 on each device. Returns their number."""
+    added = 0
+    for own in compute_by_device(v):
+        for x, a in enumerate(own):
+            for y in range(x + 1, len(own)):
+                b = own[y]
+                if v.is_kept(a) and v.is_kept(b):
+                    continue
+                ab = v.order(a, b)
+                for c in own[y + 1 :]:
+                    if v.is_kept(a) and v.is_kept(c) or v.is_kept(b) and v.is_kept(c):
+                        continue
+                    bc, ca = v.order(b, c), v.order(c, a)
+                    if sum(1 for literal in (ab, bc, ca) if literal.factor) < 2:
+                        continue
+                    v.model.at_most([(ab, 1.0), (bc, 1.0), (ca, 1.0)], 2.0)
+                    v.model.at_most(
+                        [(ab.negated(), 1.0), (bc.negated(), 1.0), (ca.negated(), 1.0)], 2.0
+                    )
+                    added += 2
+                    if added >= MAX_TRIANGLES:
+                        return added
+    return added
+
+
+def cover_cuts(v: Variables) -> int:
+    """Before an F whose own and certain memory exceeds the limit, enough releases must end.
+
+    Their number is at least that of the largest releases that together make the room; an offload
+    counts while its reload has not started. Returns the number of cuts.
+    """
+    added = 0
+    for d, own in enumerate(compute_by_device(v)):
+        limit = v.problem.devices[d].memory_bytes
+        outs, backs = (
+            [i for i, op in enumerate(v.network.ops) if op.kind == kind and v.network.device[i] == d]
+            for kind in "OR"
+        )
+        takers = [a for a in own if taken(v, a)]
+        if sum(taken(v, a) for a in takers) <= limit:
+            continue
+        for a in takers:
+            certain = taken(v, a) + sum(
+                taken(v, b) for b in takers if b != a and v.order(b, a).is_true
+            )
+            if certain <= limit:
+                continue
+            row = memory_row(v, a, own, outs, backs)
+            releases = [(literal, -size) for literal, size in row if size < 0]
+            returned = [v.started_by(back, a) for back in backs]
+            sizes = sorted((size for literal, size in releases if not literal.is_false),
+                           reverse=True)
+            needed, room = 0, float(certain - limit)
+            while room > 0 and needed < len(sizes):
+                room -= sizes[needed]
+                needed += 1
+            if room > 0:
+                v.model.impossible = True
+                return added
+            v.model.at_most(
+                [*((literal, -1.0) for literal, _ in releases),
+                 *((literal, 1.0) for literal in returned)],
+                -float(needed),
+            )
+            added += 1
+    return added
+
+
+def gap_of(found: float, bound: float) -> float:
+    """Relative gap between a makespan and a lower bound, as the plan reports it."""
+    return math.inf if found <= 0 else max(0.0, (found - bound) / found)
+
+
+__all__ = ["add_cuts", "cover_cuts", "gap_of", "given", "triangle_cuts"]

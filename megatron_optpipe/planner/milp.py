@@ -1,0 +1,216 @@
+"""The MILP of the paper, from problem to plan: build, solve, round, re-time, check.
+
+What the solver says is a claim: its binaries are rounded, times are recomputed from the arcs they
+switch on, and the plan is checked; where that fails the incumbent stays. See docs/milp.md.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+from megatron_optpipe.core.check import check
+from megatron_optpipe.core.errors import Deadlock, PlanError
+from megatron_optpipe.core.op import Op
+from megatron_optpipe.core.plan import Plan
+from megatron_optpipe.core.problem import Problem
+from megatron_optpipe.core.timing import Orders, plan_from_starts, retime
+from megatron_optpipe.planner.backends import SOLVERS
+from megatron_optpipe.planner.cuts import add_cuts
+from megatron_optpipe.planner.milp_constraints import add_constraints
+from megatron_optpipe.planner.milp_model import Floats, Model, value_of
+from megatron_optpipe.planner.milp_variables import Reductions, Variables
+from megatron_optpipe.planner.milp_windows import NothingBelow
+from megatron_optpipe.planner.network import Cycle, Network
+
+MAX_COLUMNS = 200_000
+SHORTER_MS = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class MilpOptions:
+    """How to solve."""
+
+    reductions: Reductions = field(default_factory=Reductions)
+    mip_gap: float = 0.0
+    backend: str = "scipy"
+
+
+@dataclass(frozen=True, slots=True)
+class MilpResult:
+    """A checked plan (or None), a proven lower bound (or None), and how the solver stopped."""
+
+    plan: Plan | None
+    lower_bound_ms: float | None
+    status: str
+    nodes: int = 0
+
+
+def build(
+    problem: Problem,
+    horizon_ms: float,
+    reductions: Reductions,
+    incumbent: Plan | None = None,
+    free: Collection[Op] | None = None,
+) -> Variables:
+    """The whole model below ``horizon_ms``. Raises ``NothingBelow``."""
+    variables = Variables(problem, horizon_ms, reductions, incumbent, free)
+    add_constraints(variables)
+    add_cuts(variables)
+    if variables.model.impossible:
+        raise NothingBelow("the memory limits leave no plan below the horizon")
+    return variables
+
+
+def solve(
+    problem: Problem,
+    incumbent: Plan | None,
+    time_limit_s: float,
+    options: MilpOptions | None = None,
+) -> MilpResult:
+    """Minimise the makespan over all plans; ``incumbent`` gives the horizon.
+
+    Rule 8 (host memory) is not in the model: a plan that breaks it is rejected. The plan returned
+    is shorter than the incumbent, or None.
+    """
+    options = options or MilpOptions()
+    begun = time.monotonic()
+    horizon = incumbent.makespan_ms if incumbent is not None else _enough_ms(problem)
+    try:
+        variables = build(problem, horizon, options.reductions)
+    except NothingBelow:
+        if incumbent is not None:
+            return _warned(None, "failed: the model excludes the plan in hand")
+        return MilpResult(None, None, "infeasible")
+    if len(variables.model.lower) > MAX_COLUMNS:
+        return MilpResult(None, None, f"skipped: {len(variables.model.lower)} variables")
+    left = time_limit_s - (time.monotonic() - begun)
+    result = _solve_model(problem, variables, left, options, feasible=incumbent is not None)
+    if incumbent is not None and result.plan is not None and (
+        result.plan.makespan_ms >= incumbent.makespan_ms - SHORTER_MS
+    ):
+        result = MilpResult(None, result.lower_bound_ms, result.status, result.nodes)
+    return result
+
+
+def improve_window(
+    problem: Problem,
+    incumbent: Plan,
+    free_ops: Collection[Op],
+    time_limit_s: float,
+    options: MilpOptions | None = None,
+) -> Plan | None:
+    """Re-decide ``free_ops`` (their places, and the transfers of their activations); all other ops
+    keep their order among themselves. Returns a shorter valid plan, or None.
+    """
+    options = options or MilpOptions()
+    begun = time.monotonic()
+    horizon = incumbent.makespan_ms * (1 - 1e-5)
+    try:
+        variables = build(problem, horizon, options.reductions, incumbent, free_ops)
+    except NothingBelow:
+        return None
+    left = time_limit_s - (time.monotonic() - begun)
+    if left <= 0.3 or len(variables.model.lower) > MAX_COLUMNS:
+        return None
+    plan = _solve_model(problem, variables, left, options, feasible=False).plan
+    if plan is None or plan.makespan_ms >= incumbent.makespan_ms - SHORTER_MS:
+        return None
+    return plan
+
+
+def _solve_model(
+    problem: Problem, variables: Variables, time_limit_s: float, options: MilpOptions,
+    *, feasible: bool,
+) -> MilpResult:
+    begun = time.monotonic()
+    arrays = variables.model.arrays(variables.makespan)
+    solver = SOLVERS[options.backend]
+    answer = solver(arrays, time_limit_s, mip_gap=options.mip_gap)
+    if answer.status == "infeasible" and feasible:
+        # A plan exists, so the claim is false; presolve is the usual culprit.
+        left = time_limit_s - (time.monotonic() - begun)
+        answer = solver(arrays, left, mip_gap=options.mip_gap, presolve=False)
+        if answer.status == "infeasible":
+            return _warned(None, "failed: infeasible, although a plan exists")
+    if answer.failed:
+        return _warned(None, answer.status)
+    bound = None
+    if answer.bound is not None:
+        bound = max(0.0, answer.bound * (1 - 1e-6) / variables.scale)
+    plan = None
+    if answer.x is not None:
+        plan = plan_of(problem, variables.network, variables.model, variables, answer.x)
+        if plan is None:
+            return _warned(None, "failed: the rounded solution is no valid plan")
+    return MilpResult(plan, bound, answer.status, answer.nodes)
+
+
+def plan_of(
+    problem: Problem, network: Network, model: Model, variables: Variables, x: Floats
+) -> Plan | None:
+    """The plan of a solution: earliest times under the arcs that its binaries switch on."""
+    there = [value_of(variables.is_away(i), x) for i in range(len(network.ops))]
+    needs: list[list[tuple[int, float]]] = [[] for _ in network.ops]
+    waiting = [0] * len(network.ops)
+    following: list[list[int]] = [[] for _ in network.ops]
+    for arc in model.arcs:
+        if there[arc.a] and there[arc.b] and all(value_of(lit, x) for lit in arc.literals):
+            gap = (arc.lag + arc.a_offset - arc.b_offset) / variables.scale
+            needs[arc.b].append((arc.a, gap))  # end_b >= end_a + gap
+            following[arc.a].append(arc.b)
+            waiting[arc.b] += 1
+    end = list(network.duration_ms)
+    order = [i for i, count in enumerate(waiting) if not count]
+    for i in order:
+        for a, gap in needs[i]:
+            end[i] = max(end[i], end[a] + gap)
+        for b in following[i]:
+            waiting[b] -= 1
+            if not waiting[b]:
+                order.append(b)
+    if len(order) < len(network.ops):
+        return None
+    start = {
+        op: end[i] - network.duration_ms[i] for i, op in enumerate(network.ops) if there[i]
+    }
+    place = {network.ops[i]: k for k, i in enumerate(order)}
+    try:
+        plan = plan_from_starts(problem, _orders(problem, start, place), start, "milp")
+        if check(problem, plan):
+            return None
+        tidy = retime(problem, plan)
+    except (Deadlock, PlanError, Cycle):
+        return None
+    return plan if check(problem, tidy) or tidy.makespan_ms > plan.makespan_ms else tidy
+
+
+def _orders(problem: Problem, start: dict[Op, float], place: dict[Op, int]) -> Orders:
+    lanes: dict[str, list[list[Op]]] = {
+        kind: [[] for _ in problem.devices] for kind in ("compute", "O", "R")
+    }
+    for op in sorted(start, key=lambda op: (round(start[op], 9), place[op])):
+        kind = op.kind if op.kind in "OR" else "compute"
+        lanes[kind][problem.device_of(op.stage)].append(op)
+    compute, offload, reload = (
+        tuple(tuple(lane) for lane in lanes[kind]) for kind in ("compute", "O", "R")
+    )
+    return Orders(compute, offload, reload)
+
+
+def _enough_ms(problem: Problem) -> float:
+    """A horizon that some optimal plan keeps: everything one after another."""
+    network = Network.of_compute(problem)
+    total = sum(network.duration_ms) + sum(lag for _, _, lag in network.arcs)
+    for s in range(problem.num_stages):
+        if problem.can_offload(s):
+            one = sum(problem.duration_ms(Op(kind, s, 0)) for kind in "OR")
+            total += one * problem.num_microbatches
+    return total
+
+
+def _warned(plan: Plan | None, status: str) -> MilpResult:
+    warnings.warn(f"milp: {status}; the plan in hand is kept", RuntimeWarning, stacklevel=3)
+    return MilpResult(plan, None, status)

@@ -1,0 +1,153 @@
+"""The constraint families of the MILP, in the order of docs/milp.md."""
+
+from __future__ import annotations
+
+import math
+
+from megatron_optpipe.core.op import COMPUTE
+from megatron_optpipe.planner.milp_model import TRUE, Literal
+from megatron_optpipe.planner.milp_variables import Variables
+
+MEMORY_UNITS = 1000.0
+Weighted = tuple[Literal, float]
+
+
+def add_constraints(v: Variables) -> None:
+    """All families; cuts are added by ``cuts.add_cuts`` afterwards."""
+    v.choose_offloads()
+    data_dependencies(v)
+    exclusive_compute(v)
+    lifetimes(v)
+    exclusive_links(v)
+    memory(v)
+    makespan(v)
+
+
+def data_dependencies(v: Variables) -> None:
+    """(a) Rules 2 to 5, kept orders and orders forced by windows: arcs without conditions."""
+    for a, b, lag in v.arcs:
+        v.model.arc(v.link(a, b, (), lag))
+
+
+def exclusive_compute(v: Variables) -> None:
+    """(b) Of two ops of one device one comes first."""
+    for own in compute_by_device(v):
+        for x, a in enumerate(own):
+            for b in own[x + 1 :]:
+                if not (v.is_kept(a) and v.is_kept(b)):
+                    v.order(a, b)
+
+
+def lifetimes(v: Variables) -> None:
+    """(c) Where x = 1: O after F, R after O, B after R (rule 6)."""
+    at = v.network.index
+    for (s, j), away in v.away.items():
+        f, out, back, b = (at[type(v.network.ops[0])(k, s, j)] for k in "FORB")
+        for first, second in ((f, out), (out, back), (back, b)):
+            v.model.arc(v.link(first, second, (away,)))
+
+
+def exclusive_links(v: Variables) -> None:
+    """(d) Of two transfers on one link one comes first, where both take place."""
+    links: dict[str, list[int]] = {}
+    for i, op in enumerate(v.network.ops):
+        if op.kind not in COMPUTE:
+            links.setdefault(v.problem.link_name(op), []).append(i)
+    for users in links.values():
+        for x, a in enumerate(users):
+            for b in users[x + 1 :]:
+                v.order(a, b)
+
+
+def memory(v: Variables) -> None:
+    """(e) Rule 7, tested whenever something is allocated: what came before, minus what went."""
+    compute = compute_by_device(v)
+    for d in range(v.problem.num_devices):
+        outs, backs = (
+            [i for i, op in enumerate(v.network.ops) if op.kind == kind and v.network.device[i] == d]
+            for kind in "OR"
+        )
+        takers = [i for i in compute[d] if taken(v, i)]
+        limit = v.problem.devices[d].memory_bytes
+        unit = MEMORY_UNITS / max(1, limit)
+        if _everything_fits(v, takers, limit):
+            continue
+        for a in [*takers, *backs]:
+            row = memory_row(v, a, compute[d], outs, backs)
+            room = (limit - taken(v, a)) * unit
+            scaled = [(literal, size * unit) for literal, size in row]
+            if v.network.ops[a].kind == "R" and not v.is_away(a).is_true:
+                most = sum(max(0.0, size) for _, size in scaled)
+                slack = max(0.0, most - room)
+                scaled.append((v.is_away(a), slack))
+                room += slack
+            v.model.at_most(scaled, room)
+
+
+def memory_row(
+    v: Variables, a: int, compute: list[int], outs: list[int], backs: list[int]
+) -> list[Weighted]:
+    """Bytes that others hold when op ``a`` allocates: literals weighted by what they hold."""
+    row: list[Weighted] = []
+    reload = v.network.ops[a].kind == "R"
+    for b in compute:
+        if b == a:
+            continue
+        if taken(v, b):
+            before = v.started_by(a, b).negated() if reload else v.order(b, a)
+            row.append((before, float(taken(v, b))))
+        if given(v, b):
+            row.append((v.ended_before(b, a), -float(given(v, b))))
+    for out in outs:
+        if not (reload and v.network.ops[out][1:] == v.network.ops[a][1:]):
+            row.append((v.ended_before(out, a), -float(given(v, out))))
+        else:
+            row.append((TRUE, -float(given(v, out))))
+    for back in backs:
+        if back == a:
+            continue
+        counted = _and(v, v.order(back, a), v.is_away(back)) if reload else v.started_by(back, a)
+        row.append((counted, float(taken(v, back))))
+    return row
+
+
+def makespan(v: Variables) -> None:
+    """(f) C is no less than the end of the last W of every stage."""
+    waited = {a for a, _, _ in v.arcs}
+    for i, op in enumerate(v.network.ops):
+        if op.kind in COMPUTE and i not in waited:
+            v.model.row([(v.makespan, 1.0), (i, -1.0)], 0.0, math.inf)
+
+
+def taken(v: Variables, i: int) -> int:
+    """Bytes that op ``i`` allocates when it starts."""
+    return v.problem.memory_change(v.network.ops[i]).at_start_bytes
+
+
+def given(v: Variables, i: int) -> int:
+    """Bytes that op ``i`` releases when it ends."""
+    return -v.problem.memory_change(v.network.ops[i]).at_end_bytes
+
+
+def compute_by_device(v: Variables) -> list[list[int]]:
+    """Numbers of the compute ops of every device."""
+    own: list[list[int]] = [[] for _ in v.problem.devices]
+    for i, op in enumerate(v.network.ops):
+        if op.kind in COMPUTE:
+            own[v.network.device[i]].append(i)
+    return own
+
+
+def _everything_fits(v: Variables, takers: list[int], limit: int) -> bool:
+    return sum(taken(v, i) for i in takers) <= limit
+
+
+def _and(v: Variables, one: Literal, two: Literal) -> Literal:
+    """A literal that is 1 where both are; it may be 1 elsewhere, where that only costs."""
+    if one.is_true or two.is_false:
+        return two
+    if two.is_true or one.is_false:
+        return one
+    both = v.model.binary()
+    v.model.at_most([(one, 1.0), (two, 1.0), (both, -1.0)], 1.0)
+    return both

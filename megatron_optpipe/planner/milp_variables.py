@@ -1,0 +1,281 @@
+"""The variables of the MILP: end times, offload choices, and orders that are still open.
+
+Read beside docs/milp.md. Everything that rules, windows or the kept part of the incumbent decide
+already is a constant; only what is open becomes a column.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from megatron_optpipe.core.op import COMPUTE, TIME_TOLERANCE_MS, Op
+from megatron_optpipe.core.plan import Plan
+from megatron_optpipe.core.problem import Problem
+from megatron_optpipe.planner.milp_model import (
+    FALSE,
+    HORIZON_UNITS,
+    TRUE,
+    ConditionalArc,
+    Literal,
+    Model,
+)
+from megatron_optpipe.planner.milp_windows import find_windows
+from megatron_optpipe.planner.network import Arc, Network
+
+
+@dataclass(frozen=True, slots=True)
+class Reductions:
+    """What makes the model smaller or tighter; none of them changes an optimum."""
+
+    symmetry: bool = True
+    """Transfers of one stage and direction in microbatch order."""
+    windows: bool = True
+    """Orders forced by time windows below the incumbent's makespan are fixed."""
+    triangle_cuts: bool = True
+    cover_cuts: bool = True
+
+
+class Variables:
+    """Columns and literals of one model. Op numbers of the network are columns (end times)."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        horizon_ms: float,
+        reductions: Reductions,
+        incumbent: Plan | None = None,
+        free: Collection[Op] | None = None,
+    ) -> None:
+        """``free``: the ops to be re-decided; all others keep the order of the incumbent.
+
+        Raises ``NothingBelow`` where no plan can end by the horizon.
+        """
+        self.problem = problem
+        self.reductions = reductions
+        self.scale = HORIZON_UNITS / horizon_ms
+        self.kept_start = incumbent.starts() if incumbent is not None and free is not None else {}
+        self.network = Network.of_compute(problem)
+        self.free = self._free_numbers(free)
+        fixed = self._kept_order() if self.kept_start else []
+        windows = find_windows(
+            self.network, fixed, horizon_ms, fix=reductions.windows,
+            free=self.free if self.kept_start else None,
+        )
+        self.arcs: list[Arc] = [*self.network.arcs, *fixed, *windows.forced]
+        self.ancestors = windows.ancestors
+        self.earliest = [start * self.scale for start in windows.earliest_ms]
+        self.latest = [start * self.scale for start in windows.latest_ms]
+        self.length = [duration * self.scale for duration in self.network.duration_ms]
+        self.model = Model()
+        for early, late, length in zip(self.earliest, self.latest, self.length):
+            self.model.column(early + length, late + length)
+        self.away: dict[tuple[int, int], Literal] = {}
+        self._transfers()
+        self.makespan = self.model.column(0.0, HORIZON_UNITS)
+        self._orders: dict[tuple[int, int], Literal] = {}
+        self._events: dict[tuple[int, int, str], Literal] = {}
+
+    def _free_numbers(self, free: Collection[Op] | None) -> set[int]:
+        if free is None or not self.kept_start:
+            return set(range(len(self.network.ops)))
+        return {self.network.index[op] for op in free if op.kind in COMPUTE}
+
+    def _kept_order(self) -> list[Arc]:
+        """Arcs between neighbours among the ops of each device that are not free."""
+        arcs: list[Arc] = []
+        for d in range(self.problem.num_devices):
+            kept = [
+                i for i, op in enumerate(self.network.ops)
+                if self.network.device[i] == d and i not in self.free
+            ]
+            kept.sort(key=lambda i: (self.kept_start[self.network.ops[i]],
+                                     self.kept_start[self.network.ops[i]]
+                                     + self.network.duration_ms[i]))
+            arcs += [(a, b, 0.0) for a, b in zip(kept, kept[1:])]
+        return arcs
+
+    def _transfers(self) -> None:
+        """O and R of every activation that may leave, where they fit between its F and B.
+
+        Without kept ops every activation that may leave has a choice; else only those of which
+        an op is free, and the rest do what the incumbent does.
+        """
+        for s in range(self.problem.num_stages):
+            if not self.problem.can_offload(s):
+                continue
+            for j in range(self.problem.num_microbatches):
+                self._transfer(s, j)
+
+    def _transfer(self, s: int, j: int) -> None:
+        at = self.network.index
+        out, back = Op("O", s, j), Op("R", s, j)
+        f, b = at[Op("F", s, j)], at[Op("B", s, j)]
+        is_free = f in self.free or b in self.free
+        if not is_free and out not in self.kept_start:
+            return
+        out_length = self.problem.duration_ms(out) * self.scale
+        back_length = self.problem.duration_ms(back) * self.scale
+        early = self.earliest[f] + self.length[f]
+        late = self.latest[b] - back_length
+        if early + out_length > late + 1e-6:
+            return
+        choice = self.model  # columns of O and R follow their op numbers
+        for op, first, last, length in (
+            (out, early, late - out_length, out_length),
+            (back, early + out_length, late, back_length),
+        ):
+            i = self.network.add_op(op)
+            self.earliest.append(first)
+            self.latest.append(last)
+            self.length.append(length)
+            self.ancestors.append(0)
+            if choice.column(first + length, last + length) != i:
+                raise AssertionError("columns and op numbers have come apart")
+            if is_free:
+                self.free.add(i)
+        self.away[s, j] = TRUE  # replaced by a choice once all end times have their columns
+        if is_free:
+            self.away[s, j] = Literal(0, 1, -2)
+
+    def choose_offloads(self) -> None:
+        """Give every open offload choice x(s, j) its column; call once, after construction."""
+        for key, literal in self.away.items():
+            if literal.column == -2:
+                self.away[key] = self.model.binary()
+
+    def is_away(self, i: int) -> Literal:
+        """x of a transfer; 1 for a compute op."""
+        op = self.network.ops[i]
+        return TRUE if op.kind in COMPUTE else self.away[op.stage, op.microbatch]
+
+    def is_kept(self, i: int) -> bool:
+        """Whether op ``i`` keeps its place relative to all other kept ops."""
+        return bool(self.kept_start) and i not in self.free
+
+    def kept_ms(self, i: int, *, end: bool) -> float:
+        """Start or end of a kept op in the incumbent."""
+        return self.kept_start[self.network.ops[i]] + (self.network.duration_ms[i] if end else 0.0)
+
+    def order(self, a: int, b: int) -> Literal:
+        """P: whether op a comes before op b, both of one device or both of one link."""
+        if (b, a) in self._orders:
+            return self._orders[b, a].negated()
+        if (a, b) not in self._orders:
+            self._orders[a, b] = self._new_order(a, b)
+        return self._orders[a, b]
+
+    def _new_order(self, a: int, b: int) -> Literal:
+        if self.ancestors[b] >> a & 1:
+            return TRUE
+        if self.ancestors[a] >> b & 1:
+            return FALSE
+        one, two = self.network.ops[a], self.network.ops[b]
+        if self.is_kept(a) and self.is_kept(b):
+            literal = TRUE if self.kept_ms(a, end=False) < self.kept_ms(b, end=False) else FALSE
+        elif one.kind == two.kind and one.stage == two.stage and (
+            one.kind in COMPUTE or self.reductions.symmetry
+        ):
+            literal = TRUE if one.microbatch < two.microbatch else FALSE
+        elif one[1:] == two[1:] and {one.kind, two.kind} == {"O", "R"}:
+            literal = TRUE if one.kind == "O" else FALSE
+        elif self.reductions.symmetry and self._leaves_first(one, two):
+            literal = TRUE
+        elif self.reductions.symmetry and self._leaves_first(two, one):
+            literal = FALSE
+        elif self.reductions.windows and self._cannot_precede(a, b):
+            literal = FALSE
+        elif self.reductions.windows and self._cannot_precede(b, a):
+            literal = TRUE
+        else:
+            literal = self.model.binary()
+        both = (self.is_away(a), self.is_away(b))
+        self.model.arc(self.link(a, b, (literal, *both)))
+        self.model.arc(self.link(b, a, (literal.negated(), *both)))
+        return literal
+
+    @staticmethod
+    def _leaves_first(one: Op, two: Op) -> bool:
+        """O(s,j) comes before R(s,k) for k >= j where transfers are in microbatch order."""
+        return (
+            one.kind == "O" and two.kind == "R" and one.stage == two.stage
+            and one.microbatch <= two.microbatch
+        )
+
+    def _cannot_precede(self, a: int, b: int) -> bool:
+        return self.earliest[a] + self.length[a] > self.latest[b] + 1e-6
+
+    def link(self, a: int, b: int, literals: tuple[Literal, ...], lag_ms: float = 0.0
+             ) -> ConditionalArc:
+        """Where all literals are 1, op b starts at least ``lag_ms`` after op a ends."""
+        return ConditionalArc(a, 0.0, b, -self.length[b], lag_ms * self.scale, literals)
+
+    def ended_before(self, r: int, a: int) -> Literal:
+        """Whether the end of op r is known to come by the start of op a (releases)."""
+        one, two = self.network.ops[r], self.network.ops[a]
+        if one.kind in COMPUTE and two.kind in COMPUTE:
+            return self.order(r, a)
+        if (r, a, "end") not in self._events:
+            self._events[r, a, "end"] = self._new_release(r, a)
+        return self._events[r, a, "end"]
+
+    def _new_release(self, r: int, a: int) -> Literal:
+        fixed = self._fixed_event(r, a, self.length[r], end=True)
+        if fixed is not None:
+            return fixed
+        literal = self.model.binary()
+        self.model.arc(self.link(r, a, (literal,)))
+        if self.network.ops[r].kind == "O":
+            self.model.implies(literal, self.is_away(r))
+        return literal
+
+    def started_by(self, back: int, a: int) -> Literal:
+        """Whether reload ``back`` has started when compute op a starts (allocations)."""
+        if (back, a, "start") not in self._events:
+            self._events[back, a, "start"] = self._new_reload(back, a)
+        return self._events[back, a, "start"]
+
+    def _new_reload(self, back: int, a: int) -> Literal:
+        fixed = self._fixed_event(back, a, 0.0, end=False)
+        if fixed is not None:
+            return fixed
+        literal = self.model.binary()
+        away = self.is_away(back)
+        self.model.implies(literal, away)
+        length, other = self.length[back], self.length[a]
+        self.model.arc(ConditionalArc(back, -length, a, -other, 0.0, (literal,)))
+        self.model.arc(ConditionalArc(a, -other, back, -length, 0.0, (literal.negated(), away)))
+        return literal
+
+    def _fixed_event(self, i: int, a: int, offset: float, *, end: bool) -> Literal | None:
+        """The literal of an event pair that is decided: by rules, the incumbent or windows."""
+        op, other = self.network.ops[i], self.network.ops[a]
+        at = self.network.index
+        if op.kind in "OR" and other.kind in COMPUTE:
+            f, b = at[Op("F", *op[1:])], at[Op("B", *op[1:])]
+            if a == f or self.ancestors[f] >> a & 1:
+                return FALSE
+            if a == b or self.ancestors[a] >> b & 1:
+                return self.is_away(i)
+        if op.kind in COMPUTE and other.kind == "R":
+            f, b = at[Op("F", *other[1:])], at[Op("B", *other[1:])]
+            if i == f or self.ancestors[f] >> i & 1:
+                return TRUE
+            if i == b or self.ancestors[i] >> b & 1:
+                return FALSE
+        if self.is_kept(i) and self.is_kept(a):
+            here, there = self.kept_ms(i, end=end), self.kept_ms(a, end=False)
+            holds = here <= there + TIME_TOLERANCE_MS
+            lag = (0.0 if end else -self.length[i])
+            if holds:
+                self.model.arc(ConditionalArc(i, lag, a, -self.length[a], 0.0, ()))
+                return TRUE
+            if not end:
+                self.model.arc(ConditionalArc(a, -self.length[a], i, lag, 0.0, ()))
+            return FALSE
+        if self.reductions.windows:
+            if self.latest[i] + offset <= self.earliest[a] + 1e-9:
+                return self.is_away(i)
+            if self.earliest[i] + offset > self.latest[a] + 1e-6:
+                return FALSE
+        return None
