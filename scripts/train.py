@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -48,7 +49,14 @@ PLANNER_TIME_S = 5
 _NOT_WHILE_MEASURING = ("--save", "--load", "--tensorboard-dir", "--train-iters")
 
 #: What of a run's output is shown; all of it lies in the log.
-_SHOWN = (" iteration ", "validation loss", "optpipe")
+_PROGRESS = re.compile(r"(iteration +\d+/|validation loss at).*lm loss")
+_FIELDS = ("iteration", "lm loss", "grad norm", "validation", "elapsed")
+
+#: What is shown of the log of a run that failed: our own lines and the names of errors.
+_TELLING = re.compile(
+    r"optpipe: (?!replaced)|^(\[rank\d+\]: )?(?!.*ChildF)[A-Za-z_.]*(Error|Fault): "
+)
+MAX_TELLING_LINES = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,19 +141,21 @@ def _run(machine: Machine, flags: Sequence[str], log: Path) -> None:
         assert process.stdout is not None
         for line in process.stdout:
             file.write(line)
-            if any(part in line for part in _SHOWN) and ("loss" in line or "optpipe:" in line):
+            if _PROGRESS.search(line):
                 print(_short(line), flush=True)
         code = process.wait()
     if code != 0:
+        lines = log.read_text(encoding="utf-8").splitlines()
+        for line in [line for line in lines if _TELLING.search(line)][:MAX_TELLING_LINES]:
+            print(f"  {line.strip()}", file=sys.stderr)
         raise OptPipeError(f"the run ended with exit code {code}; its output is in {log}")
 
 
 def _short(line: str) -> str:
     """A line of Megatron's log without the fields that do not matter here."""
-    fields = [" ".join(field.split()) for field in line.strip().split("|")]
-    names = ("iteration", "lm loss", "grad norm", "validation", "elapsed", "[")
-    kept = [field for field in fields if field.startswith(names)] or fields
-    return "  " + " | ".join(kept)
+    line = re.sub(r"^.*?(?=iteration +\d+/|validation loss at)", "", line)
+    fields = [" ".join(field.split()) for field in line.split("|")]
+    return "  " + " | ".join(field for field in fields if field.startswith(_FIELDS))
 
 
 def _measure(machine: Machine, flags: Sequence[str], problem_file: Path) -> None:
