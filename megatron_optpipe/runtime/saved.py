@@ -28,12 +28,41 @@ class Slot:
     storage: UntypedStorage | None
     num_bytes: int
     may_leave: bool
+    originals: list[tuple[Tensor, int]] = field(default_factory=list)
+    """Each saved tensor, detached, and its version; empty once the storage has left.
+
+    They share autograd's version counter with what was saved: hooks switch autograd's own check
+    for writes in place off, and a copy would hide such a write altogether.
+    """
+    written: set[int] = field(default_factory=set)
+    """Saved tensors that had been written in place by the time the storage left."""
+
+    def require_unwritten(self, place: int) -> None:
+        """Raise ``RuntimeError`` if saved tensor ``place`` was written in place since."""
+        if place in self.written or self._is_written(place):
+            raise RuntimeError(
+                f"a tensor that {self.op} saved for backward was written in place afterwards: "
+                "make that operation of the model out of place"
+            )
+
+    def leave(self) -> None:
+        """Let go of the device memory."""
+        self.written = {i for i in range(len(self.originals)) if self._is_written(i)}
+        self.originals.clear()
+        self.storage = None
+
+    def _is_written(self, place: int) -> bool:
+        if not self.originals:
+            return False
+        tensor, version = self.originals[place]
+        return tensor._version != version
 
 
 class View(NamedTuple):
     """A saved tensor as a view of a slot."""
 
     slot: Slot
+    place: int
     dtype: torch.dtype
     size: torch.Size
     stride: tuple[int, ...]
@@ -41,14 +70,16 @@ class View(NamedTuple):
 
     def tensor(self) -> Tensor:
         """The same view over the slot's memory of now. Raises ``RuntimeError`` if it is away."""
-        storage = self.slot.storage
-        if storage is None:
-            op = self.slot.op
+        slot = self.slot
+        if slot.storage is None:
             raise RuntimeError(
-                f"activations of {op} were used while on the host: no reload came before"
+                f"activations of {slot.op} were used while on the host: no reload came before"
             )
-        empty = torch.empty(0, dtype=self.dtype, device=storage.device)
-        return empty.set_(storage, self.offset, self.size, self.stride)
+        slot.require_unwritten(self.place)
+        if slot.originals:
+            return slot.originals[self.place][0]
+        empty = torch.empty(0, dtype=self.dtype, device=slot.storage.device)
+        return empty.set_(slot.storage, self.offset, self.size, self.stride)
 
 
 @dataclass(slots=True)
@@ -104,9 +135,9 @@ class OpRecord:
         if slot is None:
             slot = Slot(self.op, storage, storage.nbytes(), self.may_leave(storage))
             self.slots[storage._cdata] = slot
-        return View(
-            slot, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset())
-        )
+        slot.originals.append((tensor.detach(), tensor._version))
+        place, offset = len(slot.originals) - 1, int(tensor.storage_offset())
+        return View(slot, place, tensor.dtype, tensor.size(), tensor.stride(), offset)
 
     def _is_plain(self, tensor: Tensor) -> bool:
         """Whether the tensor is nothing but a strided view of bytes on the device."""
@@ -116,5 +147,6 @@ class OpRecord:
             and not tensor.is_quantized
             and not tensor.is_conj()
             and not tensor.is_neg()
+            and not tensor.is_inference()
             and tensor.untyped_storage().nbytes() > 0
         )

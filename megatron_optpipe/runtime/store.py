@@ -196,7 +196,7 @@ class Offload:
         for slot, _ in self._hosted.parts:
             assert slot.storage is not None
             watched.append((StorageWeakRef(slot.storage), slot.num_bytes))
-            slot.storage = None
+            slot.leave()
         self._store._hosted[_key(self._op)] = self._hosted
         self._store.freed_bytes += sum(size for ref, size in watched if ref.expired())
         self._store.ledger.sample()

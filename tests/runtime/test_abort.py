@@ -1,0 +1,53 @@
+"""The first fault is everyone's."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+from torch.distributed import HashStore, PrefixStore
+
+from megatron_optpipe.core import Op
+from megatron_optpipe.runtime.abort import Abort, StoreAbort
+from megatron_optpipe.runtime.faults import Aborted, RuntimeFault
+
+
+def fault(rank: int, microbatch: int = 0) -> RuntimeFault:
+    op = Op("F", rank, microbatch)
+    return RuntimeFault(f"rank {rank} failed at {op}", rank=rank, op=op, position="position 3 of 9")
+
+
+def test_the_first_fault_is_kept_and_interrupts_once() -> None:
+    abort, calls = Abort(), []
+    abort.on_fault(lambda: calls.append(1))
+    abort.check()
+    first = fault(0)
+    abort.fail(first)
+    abort.fail(fault(1))
+    with pytest.raises(RuntimeFault) as raised:
+        abort.check()
+    assert raised.value is first
+    assert calls == [1]
+
+
+def test_others_learn_rank_op_and_position() -> None:
+    store = HashStore()
+    ranks = [StoreAbort(PrefixStore("x", store), r, poll_s=0.01, grace_s=None) for r in range(3)]
+    interrupted = threading.Event()
+    ranks[2].on_fault(interrupted.set)
+    ranks[1].fail(fault(1, 4))
+    ranks[0].fail(fault(0))  # later, and mostly a consequence
+    assert ranks[2].wait(10.0)
+    assert interrupted.wait(10.0)
+    with pytest.raises(Aborted, match=r"rank 1 failed at F\(1,4\)") as raised:
+        ranks[2].check()
+    assert (raised.value.rank, raised.value.op) == (1, Op("F", 1, 4))
+    assert raised.value.position == "position 3 of 9"
+    for rank in ranks:
+        rank.close()
+
+
+def test_a_closed_hub_watches_no_more() -> None:
+    abort = StoreAbort(HashStore(), 0, poll_s=0.01)
+    abort.close()
+    assert not any(t.name == "abort-watch" and t.is_alive() for t in threading.enumerate())
