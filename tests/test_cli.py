@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -257,10 +258,49 @@ def test_an_unwritable_output_is_found_before_the_work(tmp_path: Path) -> None:
         refused(optpipe("plan", PROBLEM, "-o", output, "--method", "1f1b"))
 
 
-def test_a_closed_pipe_is_no_error() -> None:
-    command = f"{sys.executable} -m megatron_optpipe.cli unsupported | true"
+def test_an_input_is_never_overwritten(tmp_path: Path) -> None:
+    problem, plan = tmp_path / "problem.json", tmp_path / "plan.json"
+    problem.write_bytes(PROBLEM.read_bytes())
+    plan.write_bytes(PLAN.read_bytes())
+    (tmp_path / "link.json").symlink_to(problem)
+    for output in (problem, tmp_path / "link.json"):
+        refused(optpipe("plan", problem, "-o", output, "--method", "1f1b"))
+    refused(optpipe("show", problem, plan, "-o", plan))
+    assert problem.read_bytes() == PROBLEM.read_bytes()
+    assert plan.read_bytes() == PLAN.read_bytes()
+
+
+def test_output_through_a_link_and_into_a_pipe(tmp_path: Path) -> None:
+    """A link stays a link, and what is no regular file is written to, not replaced."""
+    link, real, pipe = tmp_path / "link.json", tmp_path / "real.json", tmp_path / "pipe"
+    link.symlink_to(real)
+    arguments = ("plan", PROBLEM, "--method", "1f1b", "-o")
+    assert optpipe(*arguments, link).code == 0
+    assert link.is_symlink()
+    assert load_plan(real).method == "1f1b"
+    os.mkfifo(pipe)
+    with subprocess.Popen(["cat", str(pipe)], stdout=subprocess.PIPE) as reader:
+        assert optpipe(*arguments, pipe).code == 0
+        written, _ = reader.communicate(timeout=60)
+    assert pipe.is_fifo()
+    assert written == real.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("tail", "code", "lines"),
+    [
+        ("unsupported | true", 0, 0),
+        (f"check {PROBLEM} {PLAN} >&-", 0, 0),
+        (f"compare {PROBLEM} --time-limit 100ms >&-", 0, 0),
+        (f"check {PROBLEM} nowhere 2>&-", 2, 0),
+        (f"check {PROBLEM} {PLAN} >/dev/full", 2, 1),
+    ],
+)
+def test_closed_and_full_outputs(tail: str, code: int, lines: int) -> None:
+    command = f"set -o pipefail; {sys.executable} -m megatron_optpipe.cli {tail}"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
-    assert done.stderr == ""
+    assert done.returncode == code
+    assert done.stderr.count("\n") == lines
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections.abc import Sequence
@@ -72,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     try:
         result = optpipe.main(args=given, prog_name="optpipe", standalone_mode=False, obj=wanted)
-        sys.stdout.flush()
+        _flush_output()
         # Without its standalone mode click returns the code of ctx.exit().
         return result if isinstance(result, int) else EXIT_OK
     except (KeyboardInterrupt, click.Abort):
@@ -97,8 +98,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return EXIT_INTERNAL
 
 
+def _flush_output() -> None:
+    if sys.stdout is not None:  # None where the caller closed it (>&-)
+        sys.stdout.flush()
+
+
 def _complain(message: str) -> None:
-    sys.stdout.flush()
+    with contextlib.suppress(OSError):  # a full disk: the line below says so
+        _flush_output()
+    if sys.stderr is None:
+        return
     line = f"optpipe: {one_line(message)}\n"
     encoding = sys.stderr.encoding or "ascii"
     sys.stderr.write(line.encode(encoding, "backslashreplace").decode(encoding))

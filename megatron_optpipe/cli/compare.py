@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from pathlib import Path
 
@@ -31,4 +32,5 @@ def compare(problem_file: Path, as_csv: bool, time_limit_s: float, seed: int) ->
     if as_csv:
         click.echo(comparison_csv(rows), nl=False)
     else:
-        print_comparison(problem, rows, sys.stdout)
+        # None where the caller closed it (>&-).
+        print_comparison(problem, rows, sys.stdout or io.StringIO())

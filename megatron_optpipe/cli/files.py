@@ -68,9 +68,12 @@ def read_plan_of(path: Path, problem: Problem, problem_path: Path) -> Plan:
     return plan
 
 
-def require_writable(path: Path) -> None:
-    """Refuse an output that cannot be written before the work is done, not after it."""
+def require_writable(path: Path, *inputs: Path) -> None:
+    """Refuse, before the work is done, an output that cannot be written or is one of the inputs."""
     folder = path.parent
+    for file in inputs:
+        if path.exists() and file.exists() and path.samefile(file):
+            raise BadInput(f"{path}: is the input {file}; give the output another name")
     if path.is_dir():
         raise BadInput(f"{path}: is a directory; give the name of a file to write")
     if not folder.is_dir():

@@ -76,7 +76,7 @@ def plan(
     cache_dir: Path | None,
 ) -> None:
     """Make a plan for PROBLEM, check it, write it to PLAN and say how good it is."""
-    require_writable(plan_file)
+    require_writable(plan_file, problem_file)
     problem = read_plannable(problem_file)
 
     from megatron_optpipe.core.check import require_valid

@@ -44,7 +44,7 @@ def show(problem_file: Path, plan_file: Path, output_file: Path, measured_dir: P
         raise BadInput(
             f"{output_file}: unknown ending {ending!r}; use one of {', '.join(PICTURES + TRACES)}"
         )
-    require_writable(output_file)
+    require_writable(output_file, problem_file, plan_file)
     problem = read_problem(problem_file)
     plan = read_valid_plan(plan_file, problem, problem_file)
     measured = None

@@ -248,8 +248,14 @@ def save_problem(problem: Problem, path: str | Path) -> None:
 
 
 def write_atomically(path: str | Path, text: str) -> None:
-    """Write a text file beside its place, then rename it into place."""
-    target = Path(path)
+    """Write a text file beside its place, then rename it into place; through a symbolic link.
+
+    What is no regular file (``/dev/null``, a pipe) is written to as it is, never replaced.
+    """
+    target = Path(path).resolve()
+    if target.exists() and not target.is_file():
+        target.write_text(text, encoding="utf-8")
+        return
     partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
     try:
         partial.write_text(text, encoding="utf-8")
