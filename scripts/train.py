@@ -69,9 +69,11 @@ class Machine:
     @classmethod
     def find(cls) -> Machine:
         """GPUs where there are at least two (a pipeline on one would fight over it)."""
-        import torch
+        num_gpus = 0
+        if Path("/dev/nvidiactl").exists():  # else not worth seconds to import torch
+            import torch
 
-        num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+            num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if num_gpus >= 2:
             return cls(NUM_RANKS if num_gpus >= NUM_RANKS else 2, True)
         return cls(NUM_RANKS, False)
