@@ -9,7 +9,7 @@ compute wait where the program says so.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
@@ -20,6 +20,7 @@ from megatron_optpipe.core.op import Op
 from megatron_optpipe.core.program import Compute, Message, Program, Recv, Send
 from megatron_optpipe.runtime.abort import Abort
 from megatron_optpipe.runtime.faults import RuntimeFault, describe
+from megatron_optpipe.runtime.host_need import host_buffers
 from megatron_optpipe.runtime.lanes import Event, Job, Lanes, Transfer
 from megatron_optpipe.runtime.recorder import Recording
 from megatron_optpipe.runtime.transport import PeerLost, Transport
@@ -55,6 +56,9 @@ class Store(Protocol):
 
     def using(self, op: Op) -> AbstractContextManager[None]:
         """Around B: hand back what was saved, and drop it at the end."""
+
+    def expect(self, buffers_of_stage: Mapping[int, int]) -> None:
+        """How many microbatches of each stage may be on the host at once."""
 
     def offload(self, op: Op) -> Transfer:
         """The copy to the host of O op ``op``."""
@@ -108,6 +112,7 @@ class Executor:
             "B": lambda op: self._backward_input(handlers, op),
             "W": lambda op: self._backward_weight(handlers, op),
         }
+        store.expect(host_buffers(program))
         self._compute_ops = [item.op for item in program.items if isinstance(item, Compute)]
         self._place = {op: i for i, op in enumerate(self._compute_ops)}
         self._own = {*self._compute_ops, *program.offload, *program.reload}

@@ -79,13 +79,16 @@ class HostPool:
             self._free.append(buffer)
 
     def reserve(self, num_bytes: int, count: int) -> None:
-        """Make sure that ``count`` buffers of ``num_bytes`` are there, used ones included.
+        """Make ``count`` more buffers of ``num_bytes``, as far as the budget allows.
 
-        Called once the sizes are known, so that no later iteration has to grow the pool.
+        Called once a size is known, so that no later iteration has to grow the pool.
         """
-        taken = [self.take(num_bytes) for _ in range(count)]
-        for buffer in taken:
-            self.give(buffer, buffer.busy_until)
+        with self._lock:
+            for _ in range(count):
+                after = self.reserved_bytes + num_bytes
+                if self.budget_bytes is not None and after > self.budget_bytes:
+                    return
+                self._free.append(self._grow(num_bytes))
 
     def _fitting(self, num_bytes: int) -> HostBuffer | None:
         fits = [b for b in self._free if num_bytes <= b.data.numel() <= MAX_WASTE * num_bytes]

@@ -8,7 +8,7 @@ comes back as new memory under the same views, bit for bit. Parameters never lea
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -60,6 +60,7 @@ class ActivationStore:
         self._min_bytes = min_bytes
         self._records: dict[Key, OpRecord] = {}
         self._hosted: dict[Key, Hosted] = {}
+        self._expected: dict[int, int] = {}
         # The address of a storage is not used again while a weak reference to it exists.
         self._fixed: dict[int, StorageWeakRef] = {}
         self.keep_out(parameters)
@@ -127,6 +128,13 @@ class ActivationStore:
             storage = tensor.untyped_storage()
             self._fixed[storage._cdata] = StorageWeakRef(storage)
 
+    def expect(self, buffers_of_stage: Mapping[int, int]) -> None:
+        """How many microbatches of each stage may be on the host at once (``host_buffers``).
+
+        The first offload of a stage, which shows the size, then gets the room for all.
+        """
+        self._expected.update(buffers_of_stage)
+
     def offload(self, op: Op) -> Offload:
         """The transfer of O ``op``; what it moves is looked up when it runs."""
         return Offload(self, op)
@@ -176,6 +184,8 @@ class Offload:
         offsets = [0]
         for size in sizes:
             offsets.append(offsets[-1] + -(-size // ALIGN_BYTES) * ALIGN_BYTES)
+        expected = store._expected.pop(self._op.stage, 0)
+        store.pool.reserve(offsets[-1], expected)
         buffer = store.pool.take(offsets[-1])
         wires = [buffer.data[at : at + size] for at, size in zip(offsets, sizes)]
         self._hosted = Hosted(buffer, list(zip(leaving, wires)))
@@ -198,6 +208,8 @@ class Offload:
             watched.append((StorageWeakRef(slot.storage), slot.num_bytes))
             slot.leave()
         self._store._hosted[_key(self._op)] = self._hosted
+        # A lane may hold this job until its next one; the slots must not live that long.
+        self._hosted = None
         self._store.freed_bytes += sum(size for ref, size in watched if ref.expired())
         self._store.ledger.sample()
 

@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import random
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 
 import pytest
 
-from megatron_optpipe.core import Message, Op, Problem, Program, lower
+from megatron_optpipe.core import (
+    Message,
+    Op,
+    OptPipeError,
+    Plan,
+    Problem,
+    Program,
+    lower,
+    require_valid,
+    time_orders,
+)
 from megatron_optpipe.runtime.executor import Executor
 from megatron_optpipe.runtime.happens_before import History, Thread
-from megatron_optpipe.runtime.lanes import Event
-from megatron_optpipe.runtime.thread_lanes import ThreadLanes
+from megatron_optpipe.runtime.lanes import Event, Job
+from megatron_optpipe.runtime.thread_lanes import ThreadEvent, ThreadLanes
 from megatron_optpipe.runtime.traced import TracedLanes, TracedRecorder, TracedTransport
+from tests import zoo
 from tests.runtime.local import (
     LocalTransport,
     LocalTurns,
@@ -47,6 +60,9 @@ class NoStore:
     def using(self, op: Op) -> AbstractContextManager[None]:
         return nullcontext()
 
+    def expect(self, buffers_of_stage: Mapping[int, int]) -> None:
+        pass
+
     def offload(self, op: Op) -> NoTransfer:
         return NoTransfer()
 
@@ -54,12 +70,22 @@ class NoStore:
         return NoTransfer()
 
 
-def trace(problem: Problem, programs: Sequence[Program]) -> History:
+def trace(
+    problem: Problem,
+    programs: Sequence[Program],
+    executor_class: type[Executor] = Executor,
+    lanes_class: type[ThreadLanes] = ThreadLanes,
+    before_copy: Callable[[Op], None] | None = None,
+) -> History:
     net, history = Net(), History()
     carried: dict[Message, dict[Thread, int]] = {}
-    lanes = [ThreadLanes(p.device, abort=net.abort, turns=LocalTurns(net)) for p in programs]
+    turns = LocalTurns(net)
+    lanes = [
+        lanes_class(p.device, abort=net.abort, turns=turns, before_copy=before_copy)
+        for p in programs
+    ]
     executors = [
-        Executor(
+        executor_class(
             p,
             TokenHandlers(problem.num_stages - 1),
             TracedTransport(LocalTransport(net), history, p.device, carried),
@@ -76,6 +102,27 @@ def trace(problem: Problem, programs: Sequence[Program]) -> History:
     if failures:
         raise failures[0]
     return history
+
+
+class Deaf:
+    """An event that nobody waits for."""
+
+    def wait(self) -> None:
+        pass
+
+    def done(self) -> bool:
+        return True
+
+
+class ComputeWaitsForNothing(Executor):
+    def _event(self, op: Op) -> Event:
+        super()._event(op)
+        return Deaf()
+
+
+class LanesWaitForNothing(ThreadLanes):
+    def run(self, job: Job, event: ThreadEvent) -> None:
+        super().run(replace(job, waits=(), turns=()), event)
 
 
 def is_host_wait(op: Op, first: Op) -> bool:
@@ -131,3 +178,64 @@ def test_waits_for_host_memory_are_noticed() -> None:
     ]
     rules = {v.rule for v in trace(problem, mutant).violations(problem)}
     assert rules == {"host"}
+
+
+@pytest.mark.parametrize("name", OFFLOADING)
+def test_an_executor_that_does_not_wait_is_noticed(name: str) -> None:
+    problem, plan = ZOO[name]()
+    history = trace(problem, lower(problem, plan), executor_class=ComputeWaitsForNothing)
+    assert {v.rule for v in history.violations(problem)} & {"race", "memory"}
+
+
+def test_lanes_that_do_not_wait_are_noticed() -> None:
+    problem, plan = ZOO["offload-all-half-duplex"]()
+    history = trace(
+        problem,
+        lower(problem, plan),
+        lanes_class=LanesWaitForNothing,
+        before_copy=lambda op: time.sleep(0.01 if op.kind == "O" else 0.0),
+    )
+    assert "event" in {v.rule for v in history.violations(problem)}
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_plans_need_their_waits(seed: int) -> None:
+    """Any order, any subset offloaded, memory that just suffices; every wait dropped in turn."""
+    problem, plan = random_offloading(seed)
+    programs = lower(problem, plan)
+    assert trace(problem, programs).violations(problem) == []
+    for program, op, first in all_waits(problem, programs):
+        mutant = list(programs)
+        mutant[program.device] = without_wait(program, op, first)
+        history = trace(problem, mutant)
+        assert history.ordered(first, op) or history.violations(problem), f"{op} <- {first}"
+
+
+def random_offloading(seed: int) -> tuple[Problem, Plan]:
+    dice = random.Random(seed)
+    base = zoo.problem(
+        dice.choice([(0, 1), (0, 1, 2), (0, 1, 0, 1), (0, 1, 1, 0)]),
+        3,
+        offload=True,
+        duplex=dice.choice(["full", "half", "switch", "one"]),
+        gbps=dice.choice([300.0, 1000.0, 3000.0]),
+        frees=dice.choice([0.5, 0.25, -0.25, 1.0]),
+        p2p_ms=dice.choice([0.0, 0.1]),
+    )
+    orders = zoo.offload_all(base, zoo.random_topological(base, seed))
+    moved = {(op.stage, op.microbatch) for lane in orders.offload for op in lane}
+    moved = {key for key in sorted(moved) if dice.random() < 0.7}
+    chosen = replace(
+        orders,
+        offload=tuple(tuple(o for o in lane if o[1:] in moved) for lane in orders.offload),
+        reload=tuple(tuple(o for o in lane if o[1:] in moved) for lane in orders.reload),
+    )
+    for quarters in range(8, 40):
+        memory = quarters * zoo.GB // 4
+        devices = tuple(replace(device, memory_bytes=memory) for device in base.devices)
+        problem = replace(base, devices=devices)
+        with suppress(OptPipeError):
+            plan = time_orders(problem, chosen, method=f"random {seed}")
+            require_valid(problem, plan)
+            return problem, plan
+    raise AssertionError("ten activations suffice")

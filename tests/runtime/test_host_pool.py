@@ -65,6 +65,13 @@ def test_reserved_buffers_serve_later_requests() -> None:
     assert pool.num_buffers == 3
 
 
+def test_reserving_stops_at_the_budget() -> None:
+    pool = HostPool(budget_bytes=2500)
+    pool.reserve(1000, 5)
+    assert pool.reserved_bytes == 2000
+    assert pool.peak_requested_bytes == 0
+
+
 def test_the_budget_is_kept_and_named() -> None:
     pool = HostPool(budget_bytes=2500)
     pool.take(1000)
