@@ -5,6 +5,7 @@ Needs matplotlib (the extra ``view``), which is imported when a picture is drawn
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 __all__ = ["draw_gantt", "save_gantt"]
 
 LEFT_IN, RIGHT_IN = 1.15, 1.55
+MAX_NAME = 80
+"""Characters of a problem's name in the title."""
 
 
 def save_gantt(problem: Problem, plan: Plan, path: Path, measured: Timeline | None = None) -> None:
@@ -41,7 +44,8 @@ def save_gantt(problem: Problem, plan: Plan, path: Path, measured: Timeline | No
     # The same plan gives the same file: no date, no random ids; text stays text in an SVG.
     settings: dict[Any, Any] = {"svg.hashsalt": "optpipe", "svg.fonttype": "none"}
     metadata = {"Date": None} if path.suffix == ".svg" else None
-    with matplotlib.rc_context(settings):
+    with matplotlib.rc_context(settings), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph .* missing from font")
         figure.savefig(path, dpi=130, metadata=metadata)
 
 
@@ -172,7 +176,10 @@ def _write_title(head: _Head, problem: Problem, plan: Plan, timelines: Sequence[
     shape = f"{problem.num_devices} devices x {problem.num_microbatches} microbatches"
     if problem.num_stages != problem.num_devices:
         shape += f", {problem.num_stages} stages"
-    title = f"{problem.name}  ({shape})" if problem.name else shape
+    name = " ".join((problem.name or "").split())
+    if len(name) > MAX_NAME:
+        name = name[: MAX_NAME - 3] + "..."
+    title = f"{name}  ({shape})" if name else shape
     parts = [plan.method]
     for timeline in timelines:
         parts.append(
@@ -185,9 +192,11 @@ def _write_title(head: _Head, problem: Problem, plan: Plan, timelines: Sequence[
     if plan.lower_bound_ms:
         parts.append(f"proven lower bound {format_ms(plan.lower_bound_ms)}")
     first, second = title, "   |   ".join(parts)
+    # Names come from a file: a dollar sign in them is no formula.
+    common: dict[str, Any] = {"color": INK, "parse_math": False}
     text, scale = head.figure.text, head.scale
-    text(head.left, head.y(0.28), first, fontsize=12.5 * scale, color=INK, weight="bold")
-    text(head.left, head.y(0.52), second, fontsize=9.5 * scale, color=INK)
+    text(head.left, head.y(0.28), first, fontsize=12.5 * scale, weight="bold", **common)
+    text(head.left, head.y(0.52), second, fontsize=9.5 * scale, **common)
 
 
 def _draw_legend(head: _Head, timelines: Sequence[Timeline]) -> None:

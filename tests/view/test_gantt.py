@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -60,6 +62,16 @@ def test_the_same_plan_gives_the_same_file(tmp_path: Path) -> None:
         for file in files:
             save_gantt(problem, plan, file)
         assert files[0].read_bytes() == files[1].read_bytes()
+
+
+@pytest.mark.parametrize("name", ["$x$ and $\\frac{", "\u6d4b\u8bd5", "two\nlines", "x" * 5000, ""])
+def test_any_name_makes_a_title(tmp_path: Path, name: str) -> None:
+    problem, plan = ZOO["single-device"]()
+    problem = replace(problem, name=name)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        save_gantt(problem, plan, tmp_path / "x.png")
+    assert (tmp_path / "x.png").stat().st_size > 0
 
 
 def test_a_number_is_written_where_it_is_readable_only() -> None:
