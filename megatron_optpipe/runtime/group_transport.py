@@ -186,7 +186,10 @@ class GroupTransport:
             ) from failure
 
     def _irecv(self, tensor: Tensor, peer: int, message: Message, tag: int = 0) -> dist.Work:
-        return _started(dist.irecv(tensor, peer, self._group, tag | _tag(message)))
+        try:
+            return _started(dist.irecv(tensor, peer, self._group, tag | _tag(message)))
+        except RuntimeError as failure:
+            raise PeerLost(f"receive of {message} failed: {failure}") from failure
 
     def _isend(self, tensor: Tensor, peer: int, message: Message, tag: int = 0) -> dist.Work:
         try:
