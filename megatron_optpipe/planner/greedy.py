@@ -17,7 +17,13 @@ def basic_keys(flat: Flat, may_leave: tuple[bool, ...], *, z_late: bool) -> Keys
     step, far = flat.num_stages, flat.num_stages * flat.num_microbatches
     leave = np.asarray(may_leave, np.int64)[stage]
     y = j * step + step - stage
-    return Keys(x=far + j * step + stage, y=y, z=y + 4 * far if z_late else y, may_leave=leave)
+    return Keys(
+        x=far + j * step + stage,
+        y=y,
+        z=y + 4 * far if z_late else y,
+        may_leave=leave,
+        ahead=np.full(flat.num_stages, flat.num_microbatches),
+    )
 
 
 def greedy_times(mode: Mode, *, compiled: bool = False) -> Iterator[tuple[Flat, Times]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,14 +13,14 @@ import numpy.typing as npt
 
 from megatron_optpipe.planner import listsched_kernel as kernel
 from megatron_optpipe.planner import store as st
-from megatron_optpipe.planner.flat import Flat
+from megatron_optpipe.planner.flat import NO_LIMIT, Flat
 
 Ints = npt.NDArray[np.int64]
 
 _COMPILE_ORDER = (
-    "reset", "safe", "repin", "y_ready_estimate", "waiting_outside", "next_on_device", "z_early",
-    "announce", "leave", "come_back", "carry", "start_transfers", "reload_claim", "begin",
-    "start_compute", "settle", "start_all", "build",
+    "reset", "safe", "repin", "y_ready_estimate", "next_on_device", "z_early", "find_newest_in",
+    "announce", "leave", "come_back", "carry", "start_transfers", "reload_claim", "y_ready",
+    "x_ready", "x_fits", "choose", "least_key", "begin", "start_compute", "settle", "start_all", "build",
 )  # fmt: skip
 
 
@@ -37,6 +37,9 @@ class Rules(NamedTuple):
     """0..1024: offload while more than this share of the device's memory is used."""
     reload_rank: int = 0
     """Ticks by which a reload goes before its Y when both claim memory."""
+    slack: int = NO_LIMIT
+    """An X or Y may start only if its key is at most so much above that of every X and Y its
+    device has yet to start; 0: strictly in the order of keys."""
 
 
 class Keys(NamedTuple):
@@ -47,6 +50,8 @@ class Keys(NamedTuple):
     z: Ints
     may_leave: Ints
     """0: this activation stays on the device."""
+    ahead: Ints
+    """By stage: at most so many microbatches between X and Y."""
 
 
 class Times(NamedTuple):
@@ -95,9 +100,9 @@ class ListScheduler:
         a[st.PATIENCE : st.PATIENCE + len(rules)] = (
             np.array(rules, np.int64) if self.compiled else rules
         )
-        for field, part in zip((st.KEY_X, st.KEY_Y, st.KEY_Z, st.MAY_LEAVE), keys):
+        for field, part in zip((st.KEY_X, st.KEY_Y, st.KEY_Z, st.MAY_LEAVE, st.AHEAD), keys):
             at = int(a[field])
-            a[at : at + self.ops] = part if self.compiled else part.tolist()
+            a[at : at + len(part)] = part if self.compiled else part.tolist()
         return int(self._build(a))
 
     def times(self, makespan: int) -> Times:

@@ -18,12 +18,17 @@ import heapq
 
 from megatron_optpipe.planner.flat import NO_LIMIT
 from megatron_optpipe.planner.store import (
+    AHEAD,
     ALONE,
     ANY_MOVES,
     BACK_LINK,
     BACK_START,
     BACK_TICKS,
     BLOCKED,
+    CHOICE_KEY,
+    CHOICE_KIND,
+    CHOICE_READY,
+    CHOICE_STAGE,
     DEVICE,
     DEVICE_DUE,
     EARLY,
@@ -39,7 +44,9 @@ from megatron_optpipe.planner.store import (
     KEY_Y,
     KEY_Z,
     LEAVE_MARGIN,
+    LINK_DEVICE,
     LINK_DUE,
+    LINK_FIRST,
     LINK_J,
     LINK_KIND,
     LINK_STAGE,
@@ -47,7 +54,9 @@ from megatron_optpipe.planner.store import (
     MAY_LEAVE,
     MEMORY,
     MOVES,
+    MOVES_ALL,
     NEWEST,
+    NEWEST_IN,
     NEXT_X,
     NEXT_Y,
     NEXT_Z,
@@ -55,6 +64,7 @@ from megatron_optpipe.planner.store import (
     NUM_LINKS,
     NUM_MICROBATCHES,
     NUM_STAGES,
+    OLDEST_OUT,
     OUT_LINK,
     OUT_START,
     OUT_TICKS,
@@ -66,10 +76,13 @@ from megatron_optpipe.planner.store import (
     RELOAD_LEAD,
     RELOAD_RANK,
     RELY,
+    RETURN_BYTES,
     RUNNING,
     RUNNING_END,
     RUNNING_J,
     RUNNING_STAGE,
+    SLACK,
+    Store,
     USED,
     WATER,
     WIRE,
@@ -94,7 +107,6 @@ from megatron_optpipe.planner.store import (
     Z_START,
     Z_TAKES,
     Z_TICKS,
-    Store,
 )
 
 NONE = -1
@@ -109,10 +121,13 @@ def reset(a: Store) -> None:
     """Empty the state."""
     m = a[NUM_MICROBATCHES]
     for i in range(a[NUM_STAGES] * m):
-        a[a[X_START] + i] = a[a[Y_START] + i] = a[a[Z_START] + i] = a[a[OUT_START] + i] = a[a[BACK_START] + i] = NONE
+        a[a[X_START] + i] = a[a[Y_START] + i] = a[a[Z_START] + i] = NONE
+        a[a[OUT_START] + i] = a[a[BACK_START] + i] = NONE
         a[a[PIN] + i] = a[a[EARLY] + i] = 0
     for i in range(a[NUM_STAGES]):
         a[a[NEXT_X] + i] = a[a[NEXT_Y] + i] = a[a[NEXT_Z] + i] = 0
+        a[a[OLDEST_OUT] + i] = m
+        a[a[NEWEST_IN] + i] = NONE
     for d in range(a[NUM_DEVICES]):
         a[a[RUNNING] + d] = IDLE
         a[a[USED] + d] = a[a[PINNED_ALL] + d] = a[a[EARLY_ALL] + d] = 0
@@ -143,15 +158,20 @@ def safe(a: Store, d: int, j: int, adds: int, early: int) -> bool:
     oldest = a[a[NEXT_Y] + a[a[OWNED] + a[a[FIRST] + d]]]
     if j <= oldest and early == 0:
         return True  # what the oldest holds stands only in the way of older ones: there are none
+    complete = a[a[NEXT_X] + a[a[OWNED] + a[a[FIRST] + d + 1] - 1]]  # below: all X done
     younger = 0
     for i in range(max(a[a[NEWEST] + d], j), oldest - 1, -1):
+        pinned = a[a[PINNED] + d * m + i]
+        ahead = a[a[EARLY_BYTES] + d * m + i]
         if i == j:
-            if early > 0 and younger + a[a[EARLY_BYTES] + d * m + i] + early > limit:
+            pinned += adds
+            ahead += early
+        # Two bounds on what microbatch i needs to finish alone; either will do.
+        if (i < j or (i == j and early > 0)) and younger + ahead > limit:
+            returns = pinned + a[a[RETURN_BYTES] + d]
+            if i >= complete or younger + returns > a[a[MEMORY] + d]:
                 return False
-            younger += adds
-        elif i < j and younger + a[a[EARLY_BYTES] + d * m + i] > limit:
-            return False
-        younger += a[a[PINNED] + d * m + i]
+        younger += pinned
     return True
 
 
@@ -186,7 +206,8 @@ def leave(a: Store, link: int, now: int) -> int:
     """The op index (stage * m + j) to offload next on an idle link, or NONE."""
     m = a[NUM_MICROBATCHES]
     best, best_blocked, best_key = NONE, 0, 0
-    for d in range(a[NUM_DEVICES]):
+    for user in range(a[a[LINK_FIRST] + link], a[a[LINK_FIRST] + link + 1]):
+        d = a[a[LINK_DEVICE] + user]
         if a[a[OUT_LINK] + d] != link:
             continue
         short = a[a[BLOCKED] + d]
@@ -194,17 +215,8 @@ def leave(a: Store, link: int, now: int) -> int:
             continue
         for at in range(a[a[FIRST] + d], a[a[FIRST] + d + 1]):
             stage = a[a[OWNED] + at]
-            if a[a[MOVES] + stage] == 0 or a[HOST] + a[a[WIRE] + stage] > a[HOST_BYTES]:
-                continue
-            j = a[a[NEXT_X] + stage] - 1
-            if a[a[RUNNING] + d] == X and a[a[RUNNING_STAGE] + d] == stage:
-                j -= 1
-            while j >= a[a[NEXT_Y] + stage]:
-                i = stage * m + j
-                if a[a[OUT_START] + i] == NONE and a[a[MAY_LEAVE] + i]:
-                    break
-                j -= 1
-            if j < a[a[NEXT_Y] + stage]:
+            j = a[a[NEWEST_IN] + stage]
+            if j < a[a[NEXT_Y] + stage] or a[HOST] + a[a[WIRE] + stage] > a[HOST_BYTES]:
                 continue
             i = stage * m + j
             away = y_ready_estimate(a, stage, j) - now
@@ -223,15 +235,16 @@ def come_back(
     """The op index to reload next on an idle link, or NONE; asks to be woken when one is due."""
     m = a[NUM_MICROBATCHES]
     best, best_key, wake = NONE, 0, NO_LIMIT
-    for d in range(a[NUM_DEVICES]):
+    for user in range(a[a[LINK_FIRST] + link], a[a[LINK_FIRST] + link + 1]):
+        d = a[a[LINK_DEVICE] + user]
         if a[a[BACK_LINK] + d] != link:
             continue
         for at in range(a[a[FIRST] + d], a[a[FIRST] + d + 1]):
             stage = a[a[OWNED] + at]
-            i = waiting_outside(a, stage)
-            if i == NONE:
+            j = a[a[OLDEST_OUT] + stage]
+            if j == m:
                 continue
-            j = i - stage * m
+            i = stage * m + j
             left = a[a[OUT_START] + i] + a[a[OUT_TICKS] + stage]
             due = y_ready_estimate(a, stage, j) - a[a[BACK_TICKS] + stage] - a[RELOAD_LEAD]
             if due < left:
@@ -255,18 +268,6 @@ def come_back(
     return best
 
 
-def waiting_outside(a: Store, stage: int) -> int:
-    """The oldest activation of a stage that left and has not started to come back, or NONE."""
-    if a[a[MOVES] + stage] == 0:
-        return NONE
-    m = a[NUM_MICROBATCHES]
-    for j in range(a[a[NEXT_Y] + stage], a[a[NEXT_X] + stage]):
-        i = stage * m + j
-        if a[a[OUT_START] + i] != NONE and a[a[BACK_START] + i] == NONE:
-            return i
-    return NONE
-
-
 def next_on_device(a: Store, stage: int, j: int) -> bool:
     """Whether Y(stage, j) is the next Y of microbatch j on its device."""
     d = a[a[DEVICE] + stage]
@@ -288,6 +289,13 @@ def start_transfers(
         stage = i // m
         d, j = a[a[DEVICE] + stage], i % m
         a[a[BACK_START] + i] = now
+        j += 1
+        while j < m and (
+            a[a[OUT_START] + stage * m + j] == NONE or a[a[BACK_START] + stage * m + j] != NONE
+        ):
+            j += 1
+        a[a[OLDEST_OUT] + stage] = j
+        j = i % m
         a[a[USED] + d] += a[a[MOVES] + stage]
         early = 0 if next_on_device(a, stage, j) else a[a[MOVES] + stage]
         repin(a, stage, j, a[a[HOLDS] + stage], early)
@@ -296,10 +304,21 @@ def start_transfers(
     if i != NONE:
         stage = i // m
         a[a[OUT_START] + i] = now
+        a[a[OLDEST_OUT] + stage] = min(a[a[OLDEST_OUT] + stage], i % m)
+        find_newest_in(a, stage, i % m - 1)
         a[HOST] += a[a[WIRE] + stage]
         repin(a, stage, i % m, a[a[HOLDS] + stage] - a[a[MOVES] + stage], 0)
         return carry(a, link, OUT, i, now + a[a[OUT_TICKS] + stage], heap)
     return False
+
+
+def find_newest_in(a: Store, stage: int, j: int) -> None:
+    """Note the youngest activation of a stage, from ``j`` downwards, that may leave."""
+    base = stage * a[NUM_MICROBATCHES]
+    least = a[a[NEXT_Y] + stage]
+    while j >= least and not (a[a[OUT_START] + base + j] == NONE and a[a[MAY_LEAVE] + base + j]):
+        j -= 1
+    a[a[NEWEST_IN] + stage] = j if j >= least else NONE
 
 
 def carry(a: Store, link: int, kind: int, i: int, end: int, heap: list[int]) -> bool:
@@ -311,118 +330,155 @@ def carry(a: Store, link: int, kind: int, i: int, end: int, heap: list[int]) -> 
     return True
 
 
-def reload_claim(a: Store, d: int, j: int, key: int,
-                 now: int) -> int:
+def reload_claim(a: Store, d: int, j: int, key: int, now: int) -> int:
     """Bytes that due reloads of ``d`` claim before an op of microbatch ``j`` with ``key``."""
     claim, m = 0, a[NUM_MICROBATCHES]
     for at in range(a[a[FIRST] + d], a[a[FIRST] + d + 1]):
         stage = a[a[OWNED] + at]
-        i = waiting_outside(a, stage)
-        if i == NONE:
-            continue
-        k = i - stage * m
-        if k <= j and a[a[KEY_Y] + i] - a[RELOAD_RANK] < key:
+        k = a[a[OLDEST_OUT] + stage]
+        if k < j and a[a[KEY_Y] + stage * m + k] - a[RELOAD_RANK] < key:
             due = y_ready_estimate(a, stage, k) - a[a[BACK_TICKS] + stage] - a[RELOAD_LEAD]
             if due <= now:
                 claim += a[a[MOVES] + stage]
     return claim
 
 
-def start_compute(
-    a: Store, d: int, now: int, heap: list[int]
-) -> bool:
+def y_ready(a: Store, stage: int, i: int, now: int) -> int:
+    """When the next Y of a stage (op index ``i``) can start, as far as known; or NO_LIMIT."""
+    ready = now
+    if stage + 1 < a[NUM_STAGES]:
+        before = a[a[Y_START] + i + a[NUM_MICROBATCHES]]
+        if before == NONE:
+            return NO_LIMIT
+        ready = max(now, before + a[a[Y_TICKS] + stage + 1] + a[a[Y_HOP] + stage])
+    if a[a[OUT_START] + i] != NONE:
+        if a[a[BACK_START] + i] == NONE:
+            return NO_LIMIT
+        ready = max(ready, a[a[BACK_START] + i] + a[a[BACK_TICKS] + stage])
+    return ready
+
+
+def x_ready(a: Store, stage: int, j: int, now: int) -> int:
+    """When the next X of a stage can start, as far as known; or NO_LIMIT."""
+    if a[Z_FIRST] and a[a[NEXT_Z] + stage] <= j:
+        return NO_LIMIT
+    if j >= a[a[NEXT_Y] + stage] + a[a[AHEAD] + stage]:
+        return NO_LIMIT
+    if stage == 0:
+        return now if j < a[a[NEXT_Y]] + a[IN_FLIGHT] else NO_LIMIT
+    before = a[a[X_START] + (stage - 1) * a[NUM_MICROBATCHES] + j]
+    if before == NONE:
+        return NO_LIMIT
+    return max(now, before + a[a[X_TICKS] + stage - 1] + a[a[X_HOP] + stage])
+
+
+def x_fits(a: Store, d: int, stage: int, j: int, free: int, now: int) -> bool:
+    """Whether device ``d`` has the memory to start X(stage, j) now."""
+    i = stage * a[NUM_MICROBATCHES] + j
+    takes = a[a[X_TAKES] + stage]
+    if takes > free:
+        return False
+    if (
+        a[HOST] > 0
+        and takes + a[a[MOVES_ALL] + d] > free
+        and takes + reload_claim(a, d, j, a[a[KEY_X] + i], now) > free
+    ):
+        return False
+    adds = a[a[HOLDS] + stage] - a[a[PIN] + i]
+    if a[RELY] and a[a[MAY_LEAVE] + i]:
+        adds -= a[a[MOVES] + stage]
+    return safe(a, d, j, adds, 0)
+
+
+def least_key(a: Store, d: int) -> int:
+    """The least key of the X and Y that a device has yet to start."""
+    m, least = a[NUM_MICROBATCHES], NO_LIMIT
+    for at in range(a[a[FIRST] + d], a[a[FIRST] + d + 1]):
+        stage = a[a[OWNED] + at]
+        if a[a[NEXT_X] + stage] < m:
+            least = min(least, a[a[KEY_X] + stage * m + a[a[NEXT_X] + stage]])
+        if a[a[NEXT_Y] + stage] < m:
+            least = min(least, a[a[KEY_Y] + stage * m + a[a[NEXT_Y] + stage]])
+    return least
+
+
+def start_compute(a: Store, d: int, now: int, heap: list[int]) -> bool:
     """Start the op that an idle device should run now; whether one started."""
-    m, last = a[NUM_MICROBATCHES], a[NUM_STAGES] - 1
+    m = a[NUM_MICROBATCHES]
     a[a[BLOCKED] + d] = 0
     free = a[a[MEMORY] + d] - a[a[USED] + d]
-    # Two rounds: the first finds the soonest possible end, which bounds how long to wait for a
-    # better op (Giffler and Thompson); the second the least key among those that start in time.
-    soonest = NO_LIMIT
-    kind, stage_of, start_of, best_key = IDLE, 0, 0, 0
+    soonest, choices = NO_LIMIT, 0
     blocked_key, blocked_j = NO_LIMIT, NO_LIMIT
-    for round_ in range(2):
-        horizon = now
-        if round_ == 1:
-            if soonest == NO_LIMIT:
-                return False
-            horizon = now + (max(0, soonest - now - 1) * a[PATIENCE]) // 1024
-        for at in range(a[a[FIRST] + d], a[a[FIRST] + d + 1]):
-            stage = a[a[OWNED] + at]
-            j = a[a[NEXT_Y] + stage]
-            if j < a[a[NEXT_X] + stage]:
-                i = stage * m + j
-                ready = now
-                if stage < last:
-                    before = a[a[Y_START] + i + m]
-                    ready = NO_LIMIT
-                    if before != NONE:
-                        ready = before + a[a[Y_TICKS] + stage + 1] + a[a[Y_HOP] + stage]
-                if a[a[OUT_START] + i] != NONE:
-                    if a[a[BACK_START] + i] == NONE:
-                        ready = NO_LIMIT
-                    else:
-                        ready = max(ready, a[a[BACK_START] + i] + a[a[BACK_TICKS] + stage])
-                if ready < NO_LIMIT and a[a[Y_TAKES] + stage] > free:
-                    if ready <= now:
-                        a[a[BLOCKED] + d] = 1
-                    ready = NO_LIMIT
-                if ready < NO_LIMIT:
-                    ready = max(ready, now)
-                    if round_ == 0:
-                        soonest = min(soonest, ready + a[a[Y_TICKS] + stage])
-                    elif ready <= horizon and (kind == IDLE or a[a[KEY_Y] + i] < best_key):
-                        kind, stage_of, start_of, best_key = Y, stage, ready, a[a[KEY_Y] + i]
-            j = a[a[NEXT_Z] + stage]
-            if j < (m if a[Z_FIRST] else a[a[NEXT_Y] + stage]):
-                i = stage * m + j
-                fits = a[a[Z_TAKES] + stage] <= free and j < a[a[NEXT_Y] + 0] + a[IN_FLIGHT]
-                if fits and a[Z_FIRST]:
-                    early = z_early(a, stage, j)
-                    fits = safe(a, d, j, a[a[Z_TAKES] + stage], early)
-                if fits:
-                    if round_ == 0:
-                        soonest = min(soonest, now + a[a[Z_TICKS] + stage])
-                    elif kind == IDLE or a[a[KEY_Z] + i] < best_key:
-                        kind, stage_of, start_of, best_key = Z, stage, now, a[a[KEY_Z] + i]
-            j = a[a[NEXT_X] + stage]
-            if j < m and not (a[Z_FIRST] and a[a[NEXT_Z] + stage] <= j):
-                i = stage * m + j
-                ready = now
-                if stage > 0:
-                    before = a[a[X_START] + i - m]
-                    ready = NO_LIMIT
-                    if before != NONE:
-                        ready = max(now, before + a[a[X_TICKS] + stage - 1] + a[a[X_HOP] + stage])
-                elif j >= a[a[NEXT_Y] + 0] + a[IN_FLIGHT]:
-                    ready = NO_LIMIT
-                if ready == NO_LIMIT:
+    latest_key = NO_LIMIT
+    if a[SLACK] < NO_LIMIT:
+        latest_key = least_key(a, d) + a[SLACK]
+    for at in range(a[a[FIRST] + d], a[a[FIRST] + d + 1]):
+        stage = a[a[OWNED] + at]
+        base = stage * m
+        j = a[a[NEXT_Y] + stage]
+        if j < a[a[NEXT_X] + stage]:
+            ready = y_ready(a, stage, base + j, now)
+            if a[a[KEY_Y] + base + j] > latest_key:
+                ready = NO_LIMIT
+            if ready <= now and a[a[Y_TAKES] + stage] > free:
+                a[a[BLOCKED] + d] = 1
+            elif ready < NO_LIMIT and a[a[Y_TAKES] + stage] <= free:
+                soonest = min(soonest, ready + a[a[Y_TICKS] + stage])
+                choices = choose(a, choices, Y, stage, ready, a[a[KEY_Y] + base + j])
+        j = a[a[NEXT_Z] + stage]
+        if j < (m if a[Z_FIRST] else a[a[NEXT_Y] + stage]):
+            takes = a[a[Z_TAKES] + stage]
+            fits = takes <= free and j < a[a[NEXT_Y]] + a[IN_FLIGHT]
+            if fits and a[Z_FIRST]:
+                fits = safe(a, d, j, takes, z_early(a, stage, j))
+            elif takes > free and j == a[a[NEXT_X] + stage]:
+                if stage == 0 or a[a[X_START] + base - m + j] != NONE:
+                    a[a[BLOCKED] + d] = 1  # its X could follow
+            if fits:
+                soonest = min(soonest, now + a[a[Z_TICKS] + stage])
+                choices = choose(a, choices, Z, stage, now, a[a[KEY_Z] + base + j])
+        j = a[a[NEXT_X] + stage]
+        if j < m:
+            ready = x_ready(a, stage, j, now)
+            if ready < NO_LIMIT:
+                key = a[a[KEY_X] + base + j]
+                if key > latest_key:
                     continue
-                takes = a[a[X_TAKES] + stage]
-                adds = a[a[HOLDS] + stage] - a[a[PIN] + i]
-                if a[RELY] and a[a[MAY_LEAVE] + i]:
-                    adds -= a[a[MOVES] + stage]
-                fits = takes <= free
-                if fits and a[HOST] > 0:
-                    claim = reload_claim(a, d, j, a[a[KEY_X] + i], now)
-                    fits = takes + claim <= free
-                if fits:
-                    fits = safe(a, d, j, adds, 0)
-                if not fits:
-                    if ready <= now:
-                        a[a[BLOCKED] + d] = 1
-                        if a[a[KEY_X] + i] < blocked_key:
-                            blocked_key, blocked_j = a[a[KEY_X] + i], j
-                    continue
-                if round_ == 0:
+                if x_fits(a, d, stage, j, free, now):
                     soonest = min(soonest, ready + a[a[X_TICKS] + stage])
-                elif a[a[KEY_X] + i] > blocked_key and j >= blocked_j:
-                    continue  # leave the memory to the one that asked before
-                elif ready <= horizon and (kind == IDLE or a[a[KEY_X] + i] < best_key):
-                    kind, stage_of, start_of, best_key = X, stage, ready, a[a[KEY_X] + i]
-    if kind == IDLE or start_of > now:
+                    choices = choose(a, choices, X, stage, ready, key)
+                elif ready <= now:
+                    a[a[BLOCKED] + d] = 1
+                    if key < blocked_key:
+                        blocked_key, blocked_j = key, j
+    if choices == 0:
+        return False
+    # How long to wait for a better op: at most until the soonest possible end of any (Giffler and
+    # Thompson); of those that start in time, the least key goes.
+    horizon = now + max(0, soonest - now - 1) * a[PATIENCE] // 1024
+    best, best_key = NONE, NO_LIMIT
+    for c in range(choices):
+        key = a[a[CHOICE_KEY] + c]
+        if a[a[CHOICE_READY] + c] > horizon or (best != NONE and key >= best_key):
+            continue
+        if a[a[CHOICE_KIND] + c] == X and key > blocked_key:
+            j = a[a[NEXT_X] + a[a[CHOICE_STAGE] + c]]
+            if j >= blocked_j:
+                continue  # leave the memory to the one that asked before
+        best, best_key = c, key
+    if best == NONE or a[a[CHOICE_READY] + best] > now:
         return False  # an arrival or a transfer's end will ask again
-    begin(a, d, kind, stage_of, now, heap)
+    begin(a, d, a[a[CHOICE_KIND] + best], a[a[CHOICE_STAGE] + best], now, heap)
     return True
+
+
+def choose(a: Store, choices: int, kind: int, stage: int, ready: int, key: int) -> int:
+    """Add one choice of an idle device; the number of choices."""
+    a[a[CHOICE_KIND] + choices] = kind
+    a[a[CHOICE_STAGE] + choices] = stage
+    a[a[CHOICE_READY] + choices] = ready
+    a[a[CHOICE_KEY] + choices] = key
+    return choices + 1
 
 
 def begin(
@@ -475,7 +531,8 @@ def begin(
         a[a[USED] + d] += a[a[Z_TAKES] + stage]
         if a[Z_FIRST]:
             repin(a, stage, j, a[a[Z_TAKES] + stage], z_early(a, stage, j))
-    a[a[RUNNING] + d], a[a[RUNNING_STAGE] + d], a[a[RUNNING_J] + d], a[a[RUNNING_END] + d] = kind, stage, j, end
+    a[a[RUNNING] + d], a[a[RUNNING_STAGE] + d] = kind, stage
+    a[a[RUNNING_J] + d], a[a[RUNNING_END] + d] = j, end
     a[a[FORCED] + d] = 0
     heapq.heappush(heap, (end << CODE_BITS) | (COMPUTE_ENDS << INDEX_BITS) | d)
 
@@ -506,6 +563,8 @@ def settle(a: Store, code: int) -> None:
         stage = a[a[RUNNING_STAGE] + index]
         if a[a[RUNNING] + index] == X:
             a[a[USED] + index] -= a[a[X_GIVES] + stage]
+            if a[a[MOVES] + stage] > 0:
+                find_newest_in(a, stage, a[a[RUNNING_J] + index])
         elif a[a[RUNNING] + index] == Y:
             a[a[USED] + index] -= a[a[Y_GIVES] + stage]
         else:

@@ -191,7 +191,7 @@ def _orders(problem: Problem, start: dict[Op, float], place: dict[Op, int]) -> O
     lanes: dict[str, list[list[Op]]] = {
         kind: [[] for _ in problem.devices] for kind in ("compute", "O", "R")
     }
-    for op in sorted(start, key=lambda op: (round(start[op], 9), place[op])):
+    for op in sorted(start, key=place.__getitem__):  # the ops of a lane are ordered by arcs
         kind = op.kind if op.kind in "OR" else "compute"
         lanes[kind][problem.device_of(op.stage)].append(op)
     compute, offload, reload = (

@@ -7,8 +7,6 @@ sequence for everything is what compiles to fast code and still runs as plain Py
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeVar
-
 from megatron_optpipe.planner.flat import Flat
 
 Store = list[int]
@@ -17,16 +15,20 @@ SCALARS = (
     # the problem (see Flat)
     NUM_STAGES, NUM_MICROBATCHES, NUM_DEVICES, NUM_LINKS, Z_FIRST, RELY, IN_FLIGHT, HOST_BYTES,
     # the habits (see Rules)
-    PATIENCE, RELOAD_LEAD, LEAVE_MARGIN, WATER, RELOAD_RANK,
+    PATIENCE, RELOAD_LEAD, LEAVE_MARGIN, WATER, RELOAD_RANK, SLACK,
     # the state: bytes on the host
     HOST,
-) = tuple(range(14))  # fmt: skip
+) = tuple(range(15))  # fmt: skip
 
 _BY_STAGE = (
     DEVICE, OWNED, X_TICKS, Y_TICKS, Z_TICKS, OUT_TICKS, BACK_TICKS, X_HOP, Y_HOP, X_TAKES, X_GIVES,
     Y_TAKES, Y_GIVES, Z_TAKES, Z_GIVES, HOLDS, MOVES, WIRE, X_PATH, Y_PATH,
-    NEXT_X, NEXT_Y, NEXT_Z,
-) = tuple(range(14, 37))  # fmt: skip
+    NEXT_X, NEXT_Y, NEXT_Z,  # microbatches whose X, Y, Z have started
+    AHEAD,  # at most so many microbatches between X and Y of the stage
+    OLDEST_OUT,  # oldest microbatch that left and has not started to come back; m: none
+    NEWEST_IN,  # youngest microbatch that may leave now; -1: none
+    CHOICE_KIND, CHOICE_STAGE, CHOICE_READY, CHOICE_KEY,  # scratch of start_compute
+) = tuple(range(15, 45))  # fmt: skip
 
 _BY_DEVICE = (
     FIRST,  # one entry more than devices
@@ -38,35 +40,41 @@ _BY_DEVICE = (
     EARLY_ALL,  # bytes of those held for an op after the microbatch's next one
     BLOCKED,  # 1: something waits for memory
     DEVICE_DUE, FORCED,
-) = tuple(range(37, 54))  # fmt: skip
+    RETURN_BYTES,  # the most that Y of one of its stages takes on top of what cannot leave
+    MOVES_ALL,  # bytes that one microbatch may have away
+) = tuple(range(45, 64))  # fmt: skip
 
-_BY_LINK = (LINK_KIND, LINK_STAGE, LINK_J, LINK_DUE, LINK_WAKE) = tuple(range(54, 59))
+_BY_LINK = (
+    LINK_KIND, LINK_STAGE, LINK_J, LINK_DUE, LINK_WAKE,
+    LINK_FIRST,  # where the devices of a link begin in LINK_DEVICE
+) = tuple(range(64, 70))  # fmt: skip
+
+LINK_DEVICE = 70  # devices of link 0, then of link 1, ...; each device at most twice
 
 _BY_MICROBATCH = (
     X_AT, X_END,  # the last X that started, and its end
     Y_AT, Y_END,
-) = tuple(range(59, 63))  # fmt: skip
+) = tuple(range(71, 75))  # fmt: skip
 
 _BY_OP = (
     KEY_X, KEY_Y, KEY_Z,  # of two ops that may start, the smaller key goes
     MAY_LEAVE,  # 0: this activation stays on the device
     X_START, Y_START, Z_START, OUT_START, BACK_START,  # the schedule; -1: not (yet)
     PIN, EARLY,
-) = tuple(range(63, 74))  # fmt: skip
+) = tuple(range(75, 86))  # fmt: skip
 
-_BY_SHARE = (PINNED, EARLY_BYTES) = (74, 75)  # device * m + j
-NUM_FIELDS = 76
-
-Column = TypeVar("Column")
+_BY_SHARE = (PINNED, EARLY_BYTES) = (86, 87)  # device * m + j
+NUM_FIELDS = 88
 
 
 def lay_out(flat: Flat) -> list[int]:
     """A store for ``flat`` with the problem filled in, the rest zero."""
     m = flat.num_microbatches
     lengths = {
-        **dict.fromkeys(_BY_STAGE, flat.num_stages),
+        **dict.fromkeys(_BY_STAGE, 3 * flat.num_stages),
         **dict.fromkeys(_BY_DEVICE, flat.num_devices + 1),
-        **dict.fromkeys(_BY_LINK, max(1, flat.num_links)),
+        **dict.fromkeys(_BY_LINK, flat.num_links + 1),
+        LINK_DEVICE: 2 * flat.num_devices,
         **dict.fromkeys(_BY_MICROBATCH, m),
         **dict.fromkeys(_BY_OP, flat.num_stages * m),
         **dict.fromkeys(_BY_SHARE, flat.num_devices * m),
@@ -82,6 +90,16 @@ def lay_out(flat: Flat) -> list[int]:
             store[field] = value
         else:
             store[store[field] : store[field] + len(value)] = value
+    users: list[int] = []
+    for link in range(flat.num_links + 1):
+        store[store[LINK_FIRST] + link] = len(users)
+        pairs = zip(flat.out_link, flat.back_link)
+        users += [d for d, pair in enumerate(pairs) if link in pair]
+    store[store[LINK_DEVICE] : store[LINK_DEVICE] + len(users)] = users
+    for stage, d in enumerate(flat.device):
+        store[store[MOVES_ALL] + d] += flat.moves[stage]
+        back = flat.y_takes[stage] + flat.moves[stage]
+        store[store[RETURN_BYTES] + d] = max(store[store[RETURN_BYTES] + d], back)
     return store
 
 
