@@ -15,9 +15,9 @@ from megatron_optpipe.cli.failures import (
     EXIT_INTERNAL,
     EXIT_INTERRUPTED,
     EXIT_OK,
-    one_line,
     user_error,
 )
+from megatron_optpipe.view.text import one_line
 
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 

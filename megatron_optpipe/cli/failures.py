@@ -15,8 +15,6 @@ EXIT_BAD_INPUT = 2
 EXIT_INTERNAL = 3
 EXIT_INTERRUPTED = 130
 
-MAX_LINE = 600
-
 
 class CheckFailed(Exception):
     """The input was read and understood, and what was asked about it does not hold: exit 1."""
@@ -53,16 +51,6 @@ def user_error(error: Exception) -> UserError | None:
     if isinstance(error, MemoryError):
         return UserError("out of memory: the problem is too large for this machine", EXIT_FAILED)
     return None
-
-
-def one_line(message: str) -> str:
-    """The message without line breaks and control characters, and not endless."""
-    text = " ".join(message.split())
-    text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-    if len(text) > MAX_LINE:
-        half = MAX_LINE // 2
-        text = f"{text[:half]} ... {text[-half:]}"
-    return text
 
 
 def _of_os(error: OSError) -> str:

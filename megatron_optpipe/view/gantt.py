@@ -18,6 +18,7 @@ from megatron_optpipe.view.labels import POINTS_PER_INCH, Labels
 from megatron_optpipe.view.layout import Rows, plot_width_in, rows_for
 from megatron_optpipe.view.memory import draw_memory
 from megatron_optpipe.view.style import COLOURS, FAINT, IDLE, INK, NAMES, shade
+from megatron_optpipe.view.text import one_line
 from megatron_optpipe.view.timeline import LANES, Bar, Timeline, of_plan
 
 if TYPE_CHECKING:
@@ -176,9 +177,7 @@ def _write_title(head: _Head, problem: Problem, plan: Plan, timelines: Sequence[
     shape = f"{problem.num_devices} devices x {problem.num_microbatches} microbatches"
     if problem.num_stages != problem.num_devices:
         shape += f", {problem.num_stages} stages"
-    name = " ".join((problem.name or "").split())
-    if len(name) > MAX_NAME:
-        name = name[: MAX_NAME - 3] + "..."
+    name = one_line(problem.name or "", MAX_NAME)
     title = f"{name}  ({shape})" if name else shape
     parts = [plan.method]
     for timeline in timelines:

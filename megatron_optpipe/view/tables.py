@@ -10,6 +10,7 @@ from typing import IO
 from megatron_optpipe.compare import MethodResult
 from megatron_optpipe.core.problem import Problem
 from megatron_optpipe.units import format_bytes
+from megatron_optpipe.view.text import one_line
 
 __all__ = ["CSV_COLUMNS", "comparison_csv", "print_comparison"]
 
@@ -63,7 +64,7 @@ def print_comparison(problem: Problem, rows: Sequence[MethodResult], out: IO[str
     limits = sorted({device.memory_bytes for device in problem.devices})
     limit = " to ".join(format_bytes(value) for value in dict.fromkeys((limits[0], limits[-1])))
     title = (
-        f"{problem.name or 'problem'}: {problem.num_devices} devices,"
+        f"{one_line(problem.name or 'problem')}: {problem.num_devices} devices,"
         f" {problem.num_microbatches} microbatches, limit {limit} a device"
     )
     console.print(Text(title, style="bold"))
