@@ -10,6 +10,7 @@ from megatron_optpipe.cli.arguments import plan_argument, problem_argument
 from megatron_optpipe.cli.failures import CheckFailed
 from megatron_optpipe.cli.files import read_problem
 from megatron_optpipe.units import format_ms
+from megatron_optpipe.view.text import one_line
 
 MAX_SHOWN = 20
 
@@ -35,7 +36,7 @@ def check(problem_file: Path, plan_file: Path, grid: bool) -> None:
     if not violations:
         summary = summarize(problem, plan)
         click.echo(
-            f"valid: {plan_file} ({plan.method}) for {problem_file},"
+            f"valid: {plan_file} ({one_line(plan.method)}) for {problem_file},"
             f" makespan {format_ms(summary.makespan_ms)}, bubble {summary.bubble:.1%}"
         )
         return

@@ -179,7 +179,7 @@ def _write_title(head: _Head, problem: Problem, plan: Plan, timelines: Sequence[
         shape += f", {problem.num_stages} stages"
     name = one_line(problem.name or "", MAX_NAME)
     title = f"{name}  ({shape})" if name else shape
-    parts = [plan.method]
+    parts = [one_line(plan.method, MAX_NAME)]
     for timeline in timelines:
         parts.append(
             f"{timeline.label}: makespan {format_ms(timeline.makespan_ms)},"
