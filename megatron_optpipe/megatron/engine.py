@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import atexit
+import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -26,6 +27,9 @@ from megatron_optpipe.runtime.turns import StoreTurns, awaited_elsewhere, takes_
 
 __all__ = ["Engine", "Rank", "own_store"]
 
+_ENGINES = itertools.count()
+"""Numbers the engines of a process: each has keys of its own in the job's store."""
+
 
 @dataclass(frozen=True, slots=True)
 class Rank:
@@ -43,6 +47,14 @@ class Rank:
         # Its thread must not be inside the store when the interpreter goes away.
         atexit.register(abort.close)
         return cls(pp_group, _torch_device(), abort)
+
+
+@runtime_checkable
+class ReadsLater(Protocol):
+    """A recorder whose times are known only after the device has caught up."""
+
+    def read(self) -> None:
+        """Wait for the device and read the times."""
 
 
 class Engine:
@@ -66,7 +78,7 @@ class Engine:
     ) -> None:
         program = programs[rank.pp_group.rank()]
         self.device = program.device
-        self.recorder = Recorder(self.device)
+        self.recorder = _recorder(self.device, rank)
         self.store = store or make_store(rank.torch_device, model)
         self.lanes = _lanes(programs, rank, self.recorder)
         atexit.register(self.lanes.close)
@@ -102,6 +114,11 @@ class Engine:
         self.recorder.peak_bytes = self.store.peak_bytes
         self.recorder.moved_bytes = self.store.moved_bytes
 
+    def read_times(self) -> None:
+        """Make ``recorder.times_ms`` complete (on CUDA: waits for the device)."""
+        if isinstance(self.recorder, ReadsLater):
+            self.recorder.read()
+
 
 def make_store(
     device: torch.device,
@@ -128,11 +145,21 @@ def _torch_device() -> torch.device:
     return torch.device("cpu")
 
 
+def _recorder(device: int, rank: Rank) -> Recorder:
+    if rank.torch_device.type == "cuda":
+        from megatron_optpipe.runtime.cuda_recorder import CudaRecorder
+
+        return CudaRecorder(device)
+    return Recorder(device)
+
+
 def _lanes(programs: Sequence[Program], rank: Rank, recorder: Recorder) -> Lanes:
     device = rank.pp_group.rank()
     awaited = awaited_elsewhere(programs, device)
     ranks = torch.distributed.get_process_group_ranks(rank.pp_group)
-    turns = StoreTurns(lambda: own_store(f"optpipe/turns/{ranks[0]}"), awaited, rank.abort)
+    # Every rank makes its engines in the same order, so they agree on the number.
+    keys = f"optpipe/turns/{ranks[0]}/{next(_ENGINES)}"
+    turns = StoreTurns(lambda: own_store(keys), awaited, rank.abort)
     if rank.torch_device.type == "cuda":
         from megatron_optpipe.runtime.cuda_lanes import CudaLanes
 

@@ -129,6 +129,7 @@ class Profile:
         self._peak_bytes = max(self._peak_bytes, engine.store.peak_bytes)
         if self._seen == 1:
             return False
+        engine.read_times()
         for op, (began_ms, ended_ms) in engine.recorder.times_ms.items():
             self._times_ms[op.kind, op.stage].append(ended_ms - began_ms)
         if self._seen <= self.num_iterations:

@@ -49,6 +49,7 @@ class RunLog:
     def add(self, engine: Engine) -> None:
         """Take in an iteration that has just ended. Collective where a write is due."""
         recorder = engine.recorder
+        engine.read_times()
         began_ms, ended_ms = recorder.span_ms
         self._history.append(
             {

@@ -1,6 +1,6 @@
 """Run one Megatron job many times in one process group: stock, then under one plan after another.
 
-Started under the CPU stand-in by ``launch.run_many``. Megatron's own ``pretrain`` sets everything up
+Started under the CPU stand-in by ``jobs.many``. Megatron's own ``pretrain`` sets everything up
 and its own ``train_step`` and ``evaluate`` run; only its outer loop is replaced, by one that puts
 model, optimizer, random numbers and data back to the same start before each run. Each rank writes
 what it saw, every digit of it, to ``OUT/rank{r}.json``.
@@ -30,7 +30,12 @@ class Job:
     """Everything that a run changes, and how to put it back."""
 
     def __init__(self, model: Any, optimizer: Any, scheduler: Any, config: Any) -> None:
-        self.model, self.optimizer, self.scheduler, self.config = model, optimizer, scheduler, config
+        self.model, self.optimizer, self.scheduler, self.config = (
+            model,
+            optimizer,
+            scheduler,
+            config,
+        )
         self._params = [p.detach().clone() for p in self.parameters()]
         self._optimizer = copy.deepcopy(optimizer.state_dict())
         self._scheduler = copy.deepcopy(scheduler.state_dict())
@@ -74,7 +79,9 @@ class Tape:
             position += 1
 
 
-def one_run(job: Job, tapes: dict[str, list[Tape | None]], function: Any, step: Any) -> dict[str, Any]:
+def one_run(
+    job: Job, tapes: dict[str, list[Tape | None]], function: Any, step: Any
+) -> dict[str, Any]:
     """``args.train_iters`` iterations with one evaluation in between; all numbers of it."""
     args = get_args()
     job.reset()
@@ -140,7 +147,7 @@ if __name__ == "__main__":
     OUT, CASES = Path(sys.argv[1]), sys.argv[2]
     sys.argv = [sys.argv[0], *sys.argv[3:]]
     OUT.mkdir(parents=True, exist_ok=True)
-    from megatron_optpipe.megatron import hook, pretrain
+    from megatron_optpipe.megatron import pretrain
 
     training.train = train
     sys.exit(pretrain.main())

@@ -18,8 +18,18 @@ from typing import Any
 
 import torch
 
-from megatron_optpipe.core import Device, Link, Op, Orders, Plan, Problem
-from megatron_optpipe.core import load_problem, require_valid, summarize, time_orders
+from megatron_optpipe.core import (
+    Device,
+    Link,
+    Op,
+    Orders,
+    Plan,
+    Problem,
+    load_problem,
+    require_valid,
+    summarize,
+    time_orders,
+)
 from megatron_optpipe.megatron import engine
 from megatron_optpipe.megatron.job import load_job, with_memory
 from megatron_optpipe.megatron.schedule import PipelineRun

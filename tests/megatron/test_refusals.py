@@ -201,9 +201,7 @@ APPLIES: dict[str, dict[str, object]] = {
     },
     "--distribute-saved-activations": {"distribute_saved_activations": True},
     "Megatron FSDP or torch FSDP2": {"use_torch_fsdp2": True},
-    "--tensor-parallel-num-weight-shards (weight rematerialisation)": {
-        "gtp_weight_remat_size": 2
-    },
+    "--tensor-parallel-num-weight-shards (weight rematerialisation)": {"gtp_weight_remat_size": 2},
     "reinforcement learning (--perform-rl-step)": {"perform_rl_step": True},
     "distillation and quantisation by ModelOpt": {"modelopt_enabled": True},
 }
