@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import time
+from collections.abc import Mapping
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 
@@ -24,8 +25,19 @@ SLOWER = 10.0
 """A rehearsal that takes this many times as long as planned is stuck."""
 
 
+PRELOAD = ["megatron_optpipe.runtime.rehearse.worker"]
+"""Imported once, by the server that all processes are forked from."""
+
+
 class RehearsalFailed(OptPipeError):
-    """A process failed or stood still; the message is the first fault."""
+    """A process failed or stood still; the message is the first fault.
+
+    ``faults``: what each device that failed said.
+    """
+
+    def __init__(self, message: str, faults: Mapping[int, str]) -> None:
+        super().__init__(message)
+        self.faults = dict(faults)
 
 
 def rehearse(
@@ -69,7 +81,7 @@ def _run_all(task: Task, limit_s: float) -> list[Result]:
     """One result a device. Raises ``RehearsalFailed``."""
     context = multiprocessing.get_context("forkserver")
     # torch is imported once and inherited; no thread of it runs before the processes are forked.
-    context.set_forkserver_preload(["megatron_optpipe.runtime.rehearse.worker"])
+    context.set_forkserver_preload(PRELOAD)
     processes: list[BaseProcess] = []
     pipes: dict[Connection, int] = {}
     results: dict[int, Result] = {}
@@ -90,13 +102,14 @@ def _run_all(task: Task, limit_s: float) -> list[Result]:
             if process.is_alive():
                 process.kill()
     missing = [d for d in range(len(processes)) if d not in results]
-    faults = [r.fault for _, r in sorted(results.items()) if r.fault is not None]
+    faults = {d: r.fault for d, r in results.items() if r.fault is not None}
     if faults:
-        raise RehearsalFailed(f"the rehearsal failed: {faults[0]}")
+        raise RehearsalFailed(f"the rehearsal failed: {next(iter(faults.values()))}", faults)
     if missing:
         raise RehearsalFailed(
             f"the rehearsal did not end within {limit_s:.0f} s: devices {missing} were still "
-            "running; rehearse with a smaller --scale or look for what keeps this machine busy"
+            "running; rehearse with a smaller --scale or look for what keeps this machine busy",
+            {},
         )
     return [results[d] for d in range(len(processes))]
 
