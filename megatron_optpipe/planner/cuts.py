@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
-
 from megatron_optpipe.planner.milp_constraints import (
     compute_by_device,
-    given,
     memory_row,
     taken,
+    transfers_of,
 )
 from megatron_optpipe.planner.milp_variables import Variables
 
@@ -34,7 +32,7 @@ def triangle_cuts(v: Variables) -> int:
                     continue
                 ab = v.order(a, b)
                 for c in own[y + 1 :]:
-                    if v.is_kept(a) and v.is_kept(c) or v.is_kept(b) and v.is_kept(c):
+                    if v.is_kept(c) and (v.is_kept(a) or v.is_kept(b)):
                         continue
                     bc, ca = v.order(b, c), v.order(c, a)
                     if sum(1 for literal in (ab, bc, ca) if literal.factor) < 2:
@@ -58,10 +56,7 @@ def cover_cuts(v: Variables) -> int:
     added = 0
     for d, own in enumerate(compute_by_device(v)):
         limit = v.problem.devices[d].memory_bytes
-        outs, backs = (
-            [i for i, op in enumerate(v.network.ops) if op.kind == kind and v.network.device[i] == d]
-            for kind in "OR"
-        )
+        outs, backs = transfers_of(v, d)
         takers = [a for a in own if taken(v, a)]
         if sum(taken(v, a) for a in takers) <= limit:
             continue
@@ -90,11 +85,3 @@ def cover_cuts(v: Variables) -> int:
             )
             added += 1
     return added
-
-
-def gap_of(found: float, bound: float) -> float:
-    """Relative gap between a makespan and a lower bound, as the plan reports it."""
-    return math.inf if found <= 0 else max(0.0, (found - bound) / found)
-
-
-__all__ = ["add_cuts", "cover_cuts", "gap_of", "given", "triangle_cuts"]

@@ -20,7 +20,7 @@ from megatron_optpipe.core.timing import Orders, plan_from_starts, retime
 from megatron_optpipe.planner.backends import SOLVERS
 from megatron_optpipe.planner.cuts import add_cuts
 from megatron_optpipe.planner.milp_constraints import add_constraints
-from megatron_optpipe.planner.milp_model import Floats, Model, value_of
+from megatron_optpipe.planner.milp_model import ConditionalArc, Floats, Model, value_of
 from megatron_optpipe.planner.milp_variables import Reductions, Variables
 from megatron_optpipe.planner.milp_windows import NothingBelow
 from megatron_optpipe.planner.network import Cycle, Network
@@ -72,8 +72,7 @@ def solve(
 ) -> MilpResult:
     """Minimise the makespan over all plans; ``incumbent`` gives the horizon.
 
-    Rule 8 (host memory) is not in the model: a plan that breaks it is rejected. The plan returned
-    is shorter than the incumbent, or None.
+    The plan returned is shorter than the incumbent, or None.
     """
     options = options or MilpOptions()
     begun = time.monotonic()
@@ -153,32 +152,30 @@ def plan_of(
 ) -> Plan | None:
     """The plan of a solution: earliest times under the arcs that its binaries switch on."""
     there = [value_of(variables.is_away(i), x) for i in range(len(network.ops))]
-    needs: list[list[tuple[int, float]]] = [[] for _ in network.ops]
+    needs: list[list[ConditionalArc]] = [[] for _ in network.ops]
     waiting = [0] * len(network.ops)
     following: list[list[int]] = [[] for _ in network.ops]
     for arc in model.arcs:
         if there[arc.a] and there[arc.b] and all(value_of(lit, x) for lit in arc.literals):
-            gap = (arc.lag + arc.a_offset - arc.b_offset) / variables.scale
-            needs[arc.b].append((arc.a, gap))  # end_b >= end_a + gap
+            needs[arc.b].append(arc)
             following[arc.a].append(arc.b)
             waiting[arc.b] += 1
-    end = list(network.duration_ms)
+    start = [0.0] * len(network.ops)
     order = [i for i, count in enumerate(waiting) if not count]
     for i in order:
-        for a, gap in needs[i]:
-            end[i] = max(end[i], end[a] + gap)
+        for arc in needs[i]:
+            lasts = network.duration_ms[arc.a] if arc.from_end else 0.0
+            start[i] = max(start[i], start[arc.a] + lasts + arc.lag_ms)
         for b in following[i]:
             waiting[b] -= 1
             if not waiting[b]:
                 order.append(b)
     if len(order) < len(network.ops):
         return None
-    start = {
-        op: end[i] - network.duration_ms[i] for i, op in enumerate(network.ops) if there[i]
-    }
+    starts = {op: start[i] for i, op in enumerate(network.ops) if there[i]}
     place = {network.ops[i]: k for k, i in enumerate(order)}
     try:
-        plan = plan_from_starts(problem, _orders(problem, start, place), start, "milp")
+        plan = plan_from_starts(problem, _orders(problem, starts, place), starts, "milp")
         if check(problem, plan):
             return None
         tidy = retime(problem, plan)

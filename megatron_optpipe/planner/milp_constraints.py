@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from megatron_optpipe.core.op import COMPUTE
+from megatron_optpipe.core.op import COMPUTE, Op
 from megatron_optpipe.planner.milp_model import TRUE, Literal
 from megatron_optpipe.planner.milp_variables import Variables
 
@@ -20,6 +20,7 @@ def add_constraints(v: Variables) -> None:
     lifetimes(v)
     exclusive_links(v)
     memory(v)
+    host_memory(v)
     makespan(v)
 
 
@@ -42,7 +43,7 @@ def lifetimes(v: Variables) -> None:
     """(c) Where x = 1: O after F, R after O, B after R (rule 6)."""
     at = v.network.index
     for (s, j), away in v.away.items():
-        f, out, back, b = (at[type(v.network.ops[0])(k, s, j)] for k in "FORB")
+        f, out, back, b = (at[Op(k, s, j)] for k in "FORB")
         for first, second in ((f, out), (out, back), (back, b)):
             v.model.arc(v.link(first, second, (away,)))
 
@@ -63,10 +64,7 @@ def memory(v: Variables) -> None:
     """(e) Rule 7, tested whenever something is allocated: what came before, minus what went."""
     compute = compute_by_device(v)
     for d in range(v.problem.num_devices):
-        outs, backs = (
-            [i for i, op in enumerate(v.network.ops) if op.kind == kind and v.network.device[i] == d]
-            for kind in "OR"
-        )
+        outs, backs = transfers_of(v, d)
         takers = [i for i in compute[d] if taken(v, i)]
         limit = v.problem.devices[d].memory_bytes
         unit = MEMORY_UNITS / max(1, limit)
@@ -75,13 +73,44 @@ def memory(v: Variables) -> None:
         for a in [*takers, *backs]:
             row = memory_row(v, a, compute[d], outs, backs)
             room = (limit - taken(v, a)) * unit
-            scaled = [(literal, size * unit) for literal, size in row]
-            if v.network.ops[a].kind == "R" and not v.is_away(a).is_true:
-                most = sum(max(0.0, size) for _, size in scaled)
-                slack = max(0.0, most - room)
-                scaled.append((v.is_away(a), slack))
-                room += slack
-            v.model.at_most(scaled, room)
+            _at_most_where_away(v, a, [(literal, size * unit) for literal, size in row], room)
+
+
+def host_memory(v: Variables) -> None:
+    """(e') Rule 8, tested whenever an offload starts; over all devices."""
+    limit = v.problem.host_memory_bytes
+    if limit is None:
+        return
+    outs = [i for i, op in enumerate(v.network.ops) if op.kind == "O"]
+    backs = [i for i, op in enumerate(v.network.ops) if op.kind == "R"]
+    wire = [v.problem.stages[op.stage].wire_bytes for op in v.network.ops]
+    unit = MEMORY_UNITS / max(1, limit)
+    for a in outs:
+        row = [(_out_before(v, out, a), wire[out] * unit) for out in outs if out != a]
+        row += [
+            (v.ended_before(back, a), -wire[back] * unit)
+            for back in backs
+            if v.network.ops[back][1:] != v.network.ops[a][1:]
+        ]
+        _at_most_where_away(v, a, row, (limit - wire[a]) * unit)
+
+
+def _out_before(v: Variables, out: int, a: int) -> Literal:
+    """Whether one offload has started when another starts."""
+    if v.problem.link_name(v.network.ops[out]) == v.problem.link_name(v.network.ops[a]):
+        return _and(v, v.order(out, a), v.is_away(out))
+    if out < a:  # one literal a pair, so that at equal times one of the two is counted
+        return v.started_by(out, a)
+    return _and(v, v.started_by(a, out).negated(), v.is_away(out))
+
+
+def _at_most_where_away(v: Variables, a: int, row: list[Weighted], room: float) -> None:
+    """The row of an allocation, of which a transfer that does not take place asks nothing."""
+    if not v.is_away(a).is_true:
+        slack = max(0.0, sum(max(0.0, size) for _, size in row) - room)
+        row = [*row, (v.is_away(a), slack)]
+        room += slack
+    v.model.at_most(row, room)
 
 
 def memory_row(
@@ -136,6 +165,13 @@ def compute_by_device(v: Variables) -> list[list[int]]:
         if op.kind in COMPUTE:
             own[v.network.device[i]].append(i)
     return own
+
+
+def transfers_of(v: Variables, device: int) -> tuple[list[int], list[int]]:
+    """Numbers of the O and of the R ops of a device."""
+    own = [i for i, d in enumerate(v.network.device) if d == device]
+    ops = v.network.ops
+    return [i for i in own if ops[i].kind == "O"], [i for i in own if ops[i].kind == "R"]
 
 
 def _everything_fits(v: Variables, takers: list[int], limit: int) -> bool:

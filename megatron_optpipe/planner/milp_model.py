@@ -43,18 +43,15 @@ TRUE, FALSE = Literal(1), Literal(0)
 
 
 class ConditionalArc(NamedTuple):
-    """Where all literals are 1: event ``b`` comes at least ``lag`` (units) after event ``a``.
-
-    An event is (op number, offset from the op's end in units): 0 for the end, minus its duration
-    for the start.
+    """Where all literals are 1, op ``b`` starts at least ``lag_ms`` after op ``a`` ends (or, with
+    ``from_end`` false, starts). Op numbers are the columns of their end times.
     """
 
     a: int
-    a_offset: float
     b: int
-    b_offset: float
-    lag: float
-    literals: tuple[Literal, ...]
+    literals: tuple[Literal, ...] = ()
+    lag_ms: float = 0.0
+    from_end: bool = True
 
 
 class Arrays(NamedTuple):
@@ -75,6 +72,10 @@ class Arrays(NamedTuple):
 class Model:
     """Grows column by column and row by row; ``arrays`` is what a solver gets."""
 
+    scale: float
+    """Units a millisecond."""
+    length: list[float] = field(default_factory=list)
+    """Duration of every op, in units."""
     lower: list[float] = field(default_factory=list)
     upper: list[float] = field(default_factory=list)
     integer: list[int] = field(default_factory=list)
@@ -119,7 +120,7 @@ class Model:
         self.at_most([(a, 1.0), (b, -1.0)], 0.0)
 
     def arc(self, arc: ConditionalArc) -> None:
-        """Add an arc between end-time columns; op numbers are column numbers.
+        """Add an arc between end-time columns: E_b - T_b >= E_a + lag (E_a - T_a for starts).
 
         Big-M is the least that the bounds of the two end times allow; arcs that the bounds imply
         are recorded for re-timing but need no row.
@@ -127,7 +128,9 @@ class Model:
         if any(literal.is_false for literal in arc.literals):
             return
         self.arcs.append(arc)
-        gap = arc.lag + arc.a_offset - arc.b_offset  # E_b - E_a >= gap
+        gap = arc.lag_ms * self.scale + self.length[arc.b]
+        if not arc.from_end:
+            gap -= self.length[arc.a]
         big = self.upper[arc.a] + gap - self.lower[arc.b]
         if big <= 1e-9:
             return

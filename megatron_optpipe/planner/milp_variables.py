@@ -67,7 +67,7 @@ class Variables:
         self.earliest = [start * self.scale for start in windows.earliest_ms]
         self.latest = [start * self.scale for start in windows.latest_ms]
         self.length = [duration * self.scale for duration in self.network.duration_ms]
-        self.model = Model()
+        self.model = Model(self.scale, self.length)
         for early, late, length in zip(self.earliest, self.latest, self.length):
             self.model.column(early + length, late + length)
         self.away: dict[tuple[int, int], Literal] = {}
@@ -179,13 +179,9 @@ class Variables:
             literal = TRUE if one.microbatch < two.microbatch else FALSE
         elif one[1:] == two[1:] and {one.kind, two.kind} == {"O", "R"}:
             literal = TRUE if one.kind == "O" else FALSE
-        elif self.reductions.symmetry and self._leaves_first(one, two):
-            literal = TRUE
-        elif self.reductions.symmetry and self._leaves_first(two, one):
+        elif self._cannot_precede(a, b):
             literal = FALSE
-        elif self.reductions.windows and self._cannot_precede(a, b):
-            literal = FALSE
-        elif self.reductions.windows and self._cannot_precede(b, a):
+        elif self._cannot_precede(b, a):
             literal = TRUE
         else:
             literal = self.model.binary()
@@ -194,21 +190,23 @@ class Variables:
         self.model.arc(self.link(b, a, (literal.negated(), *both)))
         return literal
 
-    @staticmethod
-    def _leaves_first(one: Op, two: Op) -> bool:
-        """O(s,j) comes before R(s,k) for k >= j where transfers are in microbatch order."""
-        return (
-            one.kind == "O" and two.kind == "R" and one.stage == two.stage
-            and one.microbatch <= two.microbatch
-        )
-
     def _cannot_precede(self, a: int, b: int) -> bool:
-        return self.earliest[a] + self.length[a] > self.latest[b] + 1e-6
+        one, two = self.network.ops[a], self.network.ops[b]
+        if (
+            self.reductions.symmetry
+            and (two.kind, one.kind) == ("O", "R")
+            and one.stage == two.stage
+            and two.microbatch <= one.microbatch
+        ):
+            return True  # transfers in microbatch order: O(s,j) before O(s,k) before R(s,k)
+        return self.reductions.windows and (
+            self.earliest[a] + self.length[a] > self.latest[b] + 1e-6
+        )
 
     def link(self, a: int, b: int, literals: tuple[Literal, ...], lag_ms: float = 0.0
              ) -> ConditionalArc:
         """Where all literals are 1, op b starts at least ``lag_ms`` after op a ends."""
-        return ConditionalArc(a, 0.0, b, -self.length[b], lag_ms * self.scale, literals)
+        return ConditionalArc(a, b, literals, lag_ms)
 
     def ended_before(self, r: int, a: int) -> Literal:
         """Whether the end of op r is known to come by the start of op a (releases)."""
@@ -225,26 +223,25 @@ class Variables:
             return fixed
         literal = self.model.binary()
         self.model.arc(self.link(r, a, (literal,)))
-        if self.network.ops[r].kind == "O":
+        if self.network.ops[r].kind in "OR":
             self.model.implies(literal, self.is_away(r))
         return literal
 
-    def started_by(self, back: int, a: int) -> Literal:
-        """Whether reload ``back`` has started when compute op a starts (allocations)."""
-        if (back, a, "start") not in self._events:
-            self._events[back, a, "start"] = self._new_reload(back, a)
-        return self._events[back, a, "start"]
+    def started_by(self, i: int, a: int) -> Literal:
+        """Whether transfer ``i`` has started when op ``a`` starts (allocations)."""
+        if (i, a, "start") not in self._events:
+            self._events[i, a, "start"] = self._new_start(i, a)
+        return self._events[i, a, "start"]
 
-    def _new_reload(self, back: int, a: int) -> Literal:
-        fixed = self._fixed_event(back, a, 0.0, end=False)
+    def _new_start(self, i: int, a: int) -> Literal:
+        fixed = self._fixed_event(i, a, 0.0, end=False)
         if fixed is not None:
             return fixed
         literal = self.model.binary()
-        away = self.is_away(back)
-        self.model.implies(literal, away)
-        length, other = self.length[back], self.length[a]
-        self.model.arc(ConditionalArc(back, -length, a, -other, 0.0, (literal,)))
-        self.model.arc(ConditionalArc(a, -other, back, -length, 0.0, (literal.negated(), away)))
+        here, there = self.is_away(i), self.is_away(a)
+        self.model.implies(literal, here)
+        self.model.arc(ConditionalArc(i, a, (literal, there), from_end=False))
+        self.model.arc(ConditionalArc(a, i, (literal.negated(), here, there), from_end=False))
         return literal
 
     def _fixed_event(self, i: int, a: int, offset: float, *, end: bool) -> Literal | None:
@@ -266,12 +263,11 @@ class Variables:
         if self.is_kept(i) and self.is_kept(a):
             here, there = self.kept_ms(i, end=end), self.kept_ms(a, end=False)
             holds = here <= there + TIME_TOLERANCE_MS
-            lag = (0.0 if end else -self.length[i])
             if holds:
-                self.model.arc(ConditionalArc(i, lag, a, -self.length[a], 0.0, ()))
+                self.model.arc(ConditionalArc(i, a, from_end=end))
                 return TRUE
             if not end:
-                self.model.arc(ConditionalArc(a, -self.length[a], i, lag, 0.0, ()))
+                self.model.arc(ConditionalArc(a, i, from_end=False))
             return FALSE
         if self.reductions.windows:
             if self.latest[i] + offset <= self.earliest[a] + 1e-9:

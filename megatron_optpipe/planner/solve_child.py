@@ -7,6 +7,7 @@ import io
 import json
 import signal
 import sys
+from typing import Any
 
 
 def main() -> None:
@@ -15,7 +16,7 @@ def main() -> None:
         import numpy as np
 
         data = dict(np.load(stream, allow_pickle=False))
-    settings = json.loads(str(data["settings"]))
+    settings: Any = json.loads(str(data["settings"]))
     if hasattr(signal, "alarm"):  # dies by itself, also where the parent is gone
         signal.alarm(int(settings["hard_limit_s"]) + 2)
     if settings["memory_bytes"]:
@@ -36,7 +37,7 @@ def main() -> None:
         integrality=data["integrality"],
         bounds=Bounds(data["lower"], data["upper"]),
         constraints=LinearConstraint(matrix, data["row_lower"], data["row_upper"]),
-        options=dict(settings["options"]),  # scipy takes entries out of it
+        options=settings["options"],  # scipy takes entries out of it: nobody else has this one
     )
     bound = getattr(result, "mip_dual_bound", None)
     answer = io.BytesIO()

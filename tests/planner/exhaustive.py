@@ -121,7 +121,7 @@ class Exhaustive:
     def _raise_tails(self, i: int) -> None:
         op = self.ops[i]
         kind, s, j = op.name
-        behind = list(op.after)
+        behind = [] if kind == "O" else list(op.after)  # no F must be followed by an O
         if kind in "FBW" and j > 0:
             behind.append((self.index[kind, s, j - 1], 0.0))
         if kind == "B" and ("R", s, j) in self.index:
