@@ -120,3 +120,15 @@ class Network:
             for a in into[b]:
                 mask[b] |= mask[a] | 1 << a
         return mask
+
+    def descendants(self, extra: Iterable[Arc] = ()) -> list[int]:
+        """For every op, the bit mask of the ops that can only start after it has ended."""
+        arcs = [*self.arcs, *extra]
+        out: list[list[int]] = [[] for _ in self.ops]
+        for a, b, _ in arcs:
+            out[a].append(b)
+        mask = [0] * len(self.ops)
+        for a in reversed(self.topological(arcs)):
+            for b in out[a]:
+                mask[a] |= mask[b] | 1 << b
+        return mask

@@ -1,0 +1,122 @@
+"""Proven lower bounds of the makespan: no valid plan of the problem is shorter.
+
+Four arguments, the best of which is reported:
+
+* work: each device must do its ops, none before its earliest start, and each is followed by at
+  least its tail (preemptive one-machine bound; contains the critical path of a microbatch);
+* memory arcs: what must have been released before an op can allocate, then the same again;
+* work-and-time: bytes times ms that activations must lie on a device, less what links can carry;
+* horizon test: below some makespan, time windows, orders and memory arcs contradict each other.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import NamedTuple
+
+from megatron_optpipe.core.problem import Problem
+from megatron_optpipe.planner.bound_device import preemptive_makespan_ms
+from megatron_optpipe.planner.bound_energy import energy_bound_ms
+from megatron_optpipe.planner.bound_memory import NeverFits, memory_arcs
+from megatron_optpipe.planner.milp_windows import NothingBelow, find_windows
+from megatron_optpipe.planner.network import Arc, Cycle, Network
+
+MAX_ARC_OPS = 8_000
+MAX_TEST_OPS = 700
+PRECISION = 1e-5
+
+
+class Bound(NamedTuple):
+    """A lower bound in ms and the argument that gives it."""
+
+    ms: float
+    reason: str
+
+
+def work_bound(problem: Problem) -> Bound:
+    """What the work and the critical path alone ask, ignoring memory and links."""
+    network = Network.of_compute(problem)
+    return Bound(_one_machine_ms(network, []) * (1 - 1e-12), "work of the busiest device")
+
+
+def lower_bound(problem: Problem, budget_s: float = 2.0, upper_ms: float | None = None) -> Bound:
+    """The best bound found within about ``budget_s``.
+
+    ``upper_ms``: the makespan of a known plan; arguments stop where they reach it.
+    """
+    begun = time.monotonic()
+    network = Network.of_compute(problem)
+    best = Bound(_one_machine_ms(network, []), "work of the busiest device")
+    arcs: list[Arc] = []
+    if len(network.ops) <= MAX_ARC_OPS:
+        try:
+            arcs = memory_arcs(network)
+            best = _better(best, _one_machine_ms(network, arcs), "memory: releases before forwards")
+        except (NeverFits, Cycle):
+            return Bound(float("inf"), "no plan keeps the memory limit")
+    energy = energy_bound_ms(problem, network, best.ms)
+    best = _better(best, energy, "memory: bytes times time, and link time")
+    spare = budget_s - (time.monotonic() - begun)
+    if len(network.ops) <= MAX_TEST_OPS and spare > 0 and upper_ms is not None:
+        tested = _horizon_test(network, arcs, best.ms, upper_ms, spare)
+        best = _better(best, tested, "time windows contradict each other below it")
+    if upper_ms is not None and best.ms > upper_ms:
+        best = Bound(upper_ms, best.reason)  # equal up to rounding
+    return Bound(best.ms * (1 - 1e-12), best.reason)
+
+
+def _better(best: Bound, ms: float, reason: str) -> Bound:
+    return Bound(ms, reason) if ms > best.ms + 1e-9 else best
+
+
+def _one_machine_ms(network: Network, arcs: list[Arc]) -> float:
+    heads, tails = network.heads(arcs), network.tails(arcs)
+    own: list[list[int]] = [[] for _ in network.problem.devices]
+    for i, d in enumerate(network.device):
+        own[d].append(i)
+    best = 0.0
+    for ops in own:
+        if ops:
+            best = max(best, preemptive_makespan_ms(
+                [heads[i] for i in ops],
+                [network.duration_ms[i] for i in ops],
+                [tails[i] for i in ops],
+            ))
+    return best
+
+
+def _horizon_test(
+    network: Network, arcs: list[Arc], low: float, high: float, budget_s: float
+) -> float:
+    """The largest horizon found (by bisection) at which the windows contradict each other."""
+    deadline = time.monotonic() + budget_s
+    if high <= low * (1 + PRECISION) or not _contradiction(network, arcs, low * (1 + PRECISION)):
+        return low
+    best = low
+    if _contradiction(network, arcs, high * (1 - PRECISION)):
+        return high * (1 - PRECISION)
+    while high - best > PRECISION * high and time.monotonic() < deadline:
+        middle = 0.5 * (best + high)
+        if _contradiction(network, arcs, middle):
+            best = middle
+        else:
+            high = middle
+    return best
+
+
+def _contradiction(network: Network, arcs: list[Arc], horizon_ms: float) -> bool:
+    """Whether no plan ends by ``horizon_ms``; False: not known."""
+    found = list(arcs)
+    try:
+        for _ in range(4):
+            before = len(found)
+            windows = find_windows(network, found, horizon_ms)
+            found += windows.forced
+            if _one_machine_ms(network, found) > horizon_ms + 1e-6:
+                return True
+            found += memory_arcs(network, found)
+            if len(found) == before:
+                return False
+    except (NothingBelow, NeverFits, Cycle):
+        return True
+    return False
