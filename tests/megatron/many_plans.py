@@ -37,8 +37,6 @@ class Job:
             config,
         )
         self._params = [p.detach().clone() for p in self.parameters()]
-        self._optimizer = copy.deepcopy(optimizer.state_dict())
-        self._scheduler = copy.deepcopy(scheduler.state_dict())
         self._rng = torch.get_rng_state(), copy.deepcopy(get_cuda_rng_tracker().get_states())
 
     def parameters(self) -> Iterator[torch.nn.Parameter]:
@@ -60,7 +58,7 @@ class Job:
     def digest(self) -> str:
         whole = hashlib.sha256()
         for parameter in self.parameters():
-            whole.update(parameter.detach().contiguous().numpy().tobytes())
+            whole.update(parameter.detach().contiguous().view(torch.uint8).numpy().tobytes())
         return whole.hexdigest()
 
 
