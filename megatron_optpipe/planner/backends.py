@@ -11,4 +11,7 @@ from megatron_optpipe.planner.solve_process import Answer
 Solver = Callable[..., Answer]
 """``(arrays, time_limit_s, *, mip_gap, presolve) -> Answer``."""
 
-SOLVERS: Mapping[str, Solver] = MappingProxyType({"scipy": solve_process.solve})
+SOLVERS: Mapping[str, Solver] = MappingProxyType(
+    {"scipy": solve_process.solve, "inline": solve_process.solve_inline}
+)
+"""``scipy``: in a process that can be killed; ``inline``: in this one, for tests and benches."""

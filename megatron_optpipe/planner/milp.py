@@ -136,6 +136,8 @@ def _solve_model(
             return _warned(None, "failed: infeasible, although a plan exists")
     if answer.failed:
         return _warned(None, answer.status)
+    if answer.x is None and answer.status == "time limit" and feasible:
+        return _warned(None, "time limit without a solution")
     bound = None
     if answer.bound is not None:
         bound = max(0.0, answer.bound * (1 - 1e-6) / variables.scale)

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from megatron_optpipe.planner.milp_model import Arrays, Floats
+from megatron_optpipe.planner.solve_child import solve_arrays
 
 CHILD = Path(__file__).with_name("solve_child.py")
 GRACE_S = 1.2
@@ -47,7 +49,7 @@ def solve(
     mip_gap: float = 0.0,
     presolve: bool = True,
     memory_bytes: int = DEFAULT_MEMORY_BYTES,
-    child: Path = CHILD,
+    child: Path | None = None,
 ) -> Answer:
     """Minimise; comes back at most ``GRACE_S`` (plus the kill) after ``time_limit_s``.
 
@@ -67,7 +69,7 @@ def solve(
     named: dict[str, Any] = arrays._asdict()
     np.savez(request, settings=np.array(json.dumps(settings)), **named)
     process = subprocess.Popen(
-        [sys.executable, str(child)],
+        [sys.executable, str(child or CHILD)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -102,13 +104,24 @@ def _why(returncode: int, errors: bytes) -> str:
     return last[-1][:200] if last else f"ended with status {returncode}"
 
 
+def solve_inline(
+    arrays: Arrays, time_limit_s: float, *, mip_gap: float = 0.0, presolve: bool = True
+) -> Answer:
+    """The same in this process: no start-up, no protection. For tests and benches."""
+    options = {"time_limit": time_limit_s, "mip_rel_gap": mip_gap, "presolve": presolve}
+    return _judge(arrays, solve_arrays(arrays._asdict(), options))
+
+
 def _read(arrays: Arrays, output: bytes) -> Answer:
     try:
-        data = dict(np.load(io.BytesIO(output), allow_pickle=False))
-        status, x = int(data["status"]), np.asarray(data["x"], dtype=np.float64)
-        bound, nodes = float(data["bound"]), int(data["nodes"])
+        return _judge(arrays, dict(np.load(io.BytesIO(output), allow_pickle=False)))
     except Exception as failure:  # whatever was written, it is not an answer
         return Answer(f"failed: unreadable answer ({type(failure).__name__})")
+
+
+def _judge(arrays: Arrays, data: Mapping[str, Any]) -> Answer:
+    status, x = int(data["status"]), np.array(data["x"], dtype=np.float64)
+    bound, nodes = float(data["bound"]), int(data["nodes"])
     names = {0: "optimal", 1: "time limit", 2: "infeasible"}
     if status not in names:
         return Answer(f"failed: solver status {status}")
