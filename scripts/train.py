@@ -24,7 +24,7 @@ from megatron_optpipe.core.problem import load_problem, save_problem
 from megatron_optpipe.core.timing import summarize, time_orders
 from megatron_optpipe.megatron.cpu import CPU_FLAGS
 from megatron_optpipe.megatron.dataset import TOKENIZER_FLAGS, build_dataset, installation_text
-from megatron_optpipe.units import format_bytes, format_ms
+from megatron_optpipe.units import UnitError, format_bytes, format_ms, parse_bytes
 
 ROOT = Path(__file__).resolve().parent.parent
 RUNS = ROOT / "runs"
@@ -37,7 +37,7 @@ PROFILE_ITERATIONS = 3
 MODEL_FLAGS = (
     f"--num-layers {NUM_LAYERS} --hidden-size 128 --num-attention-heads 4 "
     "--seq-length 128 --max-position-embeddings 128 --micro-batch-size 2 --global-batch-size 16 "
-    "--lr 2e-3 --min-lr 2e-4 --lr-decay-style cosine --seed 1234 --split 90,8,2 "
+    "--lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine --seed 1234 --split 90,8,2 "
     "--eval-iters 2 --log-interval 1 --num-workers 0"
 ).split()
 
@@ -171,8 +171,10 @@ def _measure(machine: Machine, flags: Sequence[str], problem_file: Path) -> None
     _run(machine, flags, problem_file.with_name("measure.log"))
 
 
-def _plan(measured_file: Path, problem_file: Path, plan_file: Path) -> int:
-    """Plan the measured job under a limit that 1F1B cannot keep; return the limit in bytes."""
+def _plan(
+    measured_file: Path, problem_file: Path, plan_file: Path, limit_bytes: int | None = None
+) -> None:
+    """Plan the measured job under ``limit_bytes``, or under a limit that 1F1B cannot keep."""
     from megatron_optpipe.megatron.job import with_memory
     from megatron_optpipe.planner.orders import interleaved, one_f_one_b
 
@@ -181,7 +183,7 @@ def _plan(measured_file: Path, problem_file: Path, plan_file: Path) -> int:
     order = interleaved if measured.num_stages > measured.num_devices else one_f_one_b
     classic = time_orders(roomy, order(roomy), method="1f1b")
     peak_bytes = max(summarize(roomy, classic).peak_bytes)
-    limit_bytes = int(LIMIT_SHARE * peak_bytes)
+    limit_bytes = limit_bytes or int(LIMIT_SHARE * peak_bytes)
     print(
         f"  1F1B would take {format_ms(classic.makespan_ms)} and hold {format_bytes(peak_bytes)};"
         f" the limit is {format_bytes(limit_bytes)}"
@@ -191,15 +193,14 @@ def _plan(measured_file: Path, problem_file: Path, plan_file: Path) -> int:
     done = subprocess.run([sys.executable, "-m", "megatron_optpipe.cli", *words], check=False)
     if done.returncode != 0:
         raise OptPipeError(f"no plan for {problem_file}")
-    return limit_bytes
 
 
-def _report(problem_file: Path, plan_file: Path, log_dir: Path, picture: Path) -> None:
-    """Plan against measurement, and the path of the picture of both."""
+def _report(log_dir: Path, picture: Path) -> None:
+    """Plan against measurement, from what the run wrote, and the path of the picture of both."""
     from megatron_optpipe.view.gantt import save_gantt
     from megatron_optpipe.view.measured import read_measured
 
-    problem, plan = load_problem(problem_file), load_plan(plan_file)
+    problem, plan = load_problem(log_dir / "problem.json"), load_plan(log_dir / "plan.json")
     planned, measured = summarize(problem, plan), read_measured(problem, log_dir)
     moved_bytes = sum(
         json.loads(path.read_text(encoding="utf-8")).get("moved_bytes", 0)
@@ -222,37 +223,54 @@ def _report(problem_file: Path, plan_file: Path, log_dir: Path, picture: Path) -
     print(f"  picture: {picture}")
 
 
+def _given(arguments: Sequence[str], flag: str) -> str | None:
+    """The value of ``flag`` in ``arguments`` (``--flag value`` or ``--flag=value``), the last."""
+    found = None
+    for word, after in zip(arguments, [*arguments[1:], ""]):
+        if word == flag:
+            found = after
+        elif word.startswith(f"{flag}="):
+            found = word.split("=", 1)[1]
+    return found
+
+
+def _measure_and_plan(machine: Machine, flags: Sequence[str], folder: Path) -> list[str]:
+    """The first two phases; the flags that make the third follow the plan."""
+    given = _given(flags, "--optpipe-memory-limit")
+    limit_bytes = None if given is None else parse_bytes(given)
+    print("== measuring the job", flush=True)
+    _measure(machine, flags, folder / "measured.json")
+    print("== planning", flush=True)
+    problem_file, plan_file = folder / "problem.json", folder / "plan.json"
+    _plan(folder / "measured.json", problem_file, plan_file, limit_bytes)
+    return ["--optpipe-plan", str(plan_file), "--optpipe-problem", str(problem_file)]
+
+
 def main(arguments: Sequence[str]) -> int:
     """All three phases with ``arguments`` added to Megatron's command line."""
     began = time.monotonic()
     folder = RUNS / "latest"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    measured_file, problem_file = folder / "measured.json", folder / "problem.json"
-    plan_file, log_dir = folder / "plan.json", folder / "log"
     try:
         _require_patched()
         machine = Machine.find()
-        where = "GPUs, NCCL" if machine.on_gpus else "CPU, gloo"
+        print(f"== {machine.num_ranks} ranks on {'GPUs, NCCL' if machine.on_gpus else 'CPU, gloo'}")
         data = build_dataset(installation_text(), RUNS / "data")
         flags = [*MODEL_FLAGS, "--data-path", str(data), *TOKENIZER_FLAGS, *arguments]
+        ours: list[str] = []
+        planned = _given(arguments, "--pipeline-schedule") != "megatron"
+        if planned:
+            ours = ["--pipeline-schedule", "optpipe", "--optpipe-log-dir", str(folder / "log")]
+            if _given(arguments, "--optpipe-plan") is None:
+                ours += _measure_and_plan(machine, flags, folder)
+        print("== training", flush=True)
         training = ["--train-iters", str(TRAIN_ITERATIONS), "--eval-interval", "5", *flags]
-        if "megatron" in arguments and "--pipeline-schedule" in arguments:
-            print(f"== training under Megatron's own schedule ({machine.num_ranks} ranks, {where})")
-            _run(machine, training, folder / "train.log")
-            return 0
-        print(f"== measuring the job ({machine.num_ranks} ranks, {where})", flush=True)
-        _measure(machine, flags, measured_file)
-        print("== planning", flush=True)
-        limit_bytes = _plan(measured_file, problem_file, plan_file)
-        print("== training under the plan", flush=True)
-        ours = ["--pipeline-schedule", "optpipe", "--optpipe-plan", str(plan_file)]
-        ours += ["--optpipe-problem", str(problem_file), "--optpipe-log-dir", str(log_dir)]
-        ours += ["--optpipe-memory-limit", str(limit_bytes)]
         _run(machine, [*training, *ours], folder / "train.log")
-        print("== plan against measurement", flush=True)
-        _report(problem_file, plan_file, log_dir, folder / "gantt.png")
-    except OptPipeError as error:
+        if planned:
+            print("== plan against measurement", flush=True)
+            _report(folder / "log", folder / "gantt.png")
+    except (OptPipeError, UnitError) as error:
         print(f"train: {error}", file=sys.stderr)
         return 1
     print(f"== done in {time.monotonic() - began:.0f} s")

@@ -95,13 +95,20 @@ def test_the_limit_forces_offloading_and_the_plan_keeps_it(
     )
     files = [tmp_path / name for name in ("measured.json", "problem.json", "plan.json")]
     save_problem(problem, files[0])
-    limit_bytes = train._plan(*files)
+    train._plan(*files)
     limited, plan = load_problem(files[1]), load_plan(files[2])
-    assert limit_bytes == int(0.6 * 4 * 8_000_000)
+    limit_bytes = int(0.6 * 4 * 8_000_000)
     assert {device.memory_bytes for device in limited.devices} == {limit_bytes}
     summary = summarize(limited, plan)
     assert max(summary.peak_bytes) <= limit_bytes
     assert sum(summary.moved_bytes) > 0
+
+
+def test_a_limit_that_is_given_is_taken(train: ModuleType) -> None:
+    flag = "--optpipe-memory-limit"
+    assert train._given(["--lr", "1", flag, "2GB"], flag) == "2GB"
+    assert train._given([f"{flag}=2GB", flag, "3GB"], flag) == "3GB"
+    assert train._given(["--lr", "1"], flag) is None
 
 
 def test_an_unpatched_checkout_is_refused_with_the_remedy(
