@@ -56,11 +56,19 @@ def settle(
     left = time_limit_s - (time.monotonic() - begun)
     if left < 0.6:
         return Settled(best, bound, "time limit")
-    answer = solve(problem, best, left, options)
+    answer = solve(problem, best, 0.6 * left, options)
     best = answer.plan or best
     if answer.lower_bound_ms is not None and answer.lower_bound_ms > bound.ms:
         bound = Bound(min(answer.lower_bound_ms, best.makespan_ms), "MILP")
-    return Settled(best, bound, "optimal" if _closed(best, bound) else answer.status)
+    if _closed(best, bound):
+        return Settled(best, bound, "optimal")
+    left = time_limit_s - (time.monotonic() - begun)
+    found = solve_exactly(problem, best, left)
+    best = found.plan or best
+    if found.proven:
+        return Settled(best, Bound(best.makespan_ms * (1 - 1e-6), "exact search"), "optimal")
+    return Settled(best, bound, "time limit" if not answer.status.startswith("fail")
+                   else answer.status)
 
 
 def _closed(plan: Plan, bound: Bound) -> bool:
