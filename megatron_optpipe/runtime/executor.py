@@ -8,10 +8,8 @@ compute wait where the program says so.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
@@ -21,6 +19,7 @@ from megatron_optpipe.core.program import Compute, Message, Program, Recv, Send
 from megatron_optpipe.runtime.abort import Abort
 from megatron_optpipe.runtime.faults import RuntimeFault, describe
 from megatron_optpipe.runtime.host_need import host_buffers
+from megatron_optpipe.runtime.host_times import HostTimes
 from megatron_optpipe.runtime.lanes import Event, Job, Lanes, Transfer
 from megatron_optpipe.runtime.recorder import Recording
 from megatron_optpipe.runtime.transport import PeerLost, Transport
@@ -65,20 +64,6 @@ class Store(Protocol):
 
     def reload(self, op: Op) -> Transfer:
         """The copy back of R op ``op``."""
-
-
-@dataclass(slots=True)
-class HostTimes:
-    """Where the compute thread's time of one run went, in seconds."""
-
-    total_s: float = 0.0
-    handlers_s: float = 0.0
-    waiting_s: float = 0.0
-
-    @property
-    def overhead_s(self) -> float:
-        """The executor's own time: neither in a handler nor waiting for something."""
-        return self.total_s - self.handlers_s - self.waiting_s
 
 
 class Executor:
@@ -138,23 +123,21 @@ class Executor:
         self._local: dict[Op, Tensor] = {}
         self._position = 0
         self._current: Op | None = None
-        started = time.perf_counter()
         try:
             self._lanes.begin()
             self._run_items()
             self._current = None
-            self._wait(self._transport.finish)
-            self._wait(self._lanes.finish)
+            self.times.wait(self._transport.finish)
+            self.times.wait(self._lanes.finish)
         except RuntimeFault:
             raise
         except Exception as failure:
             fault = self._fault(failure)
             raise fault from (None if fault.__cause__ is not None else failure)
         finally:
-            self.times.total_s = time.perf_counter() - started
+            self.times.stop()
 
     def _run_items(self) -> None:
-        transport = self._transport
         self._submit_ready()
         for item in self.program.items:
             if isinstance(item, Compute):
@@ -162,25 +145,26 @@ class Executor:
                 self._compute(item.op)
             elif isinstance(item, Send):
                 self._current = item.message.producer
-                output = self._outbox.pop(self._current)
-                self._send(item.message, output)
+                self._send(item.message)
             else:
-                transport.post_receive(item.message)
+                self._post_receive(item.message)
         left = [op for _, _, queue in self._queues for op in queue]
         if left:
             raise RuntimeError(f"transfers never became ready: {', '.join(map(str, left))}")
 
-    def _send(self, message: Message, output: Tensor) -> None:
-        if self._transport.sends_block:
-            self._wait(lambda: self._transport.send(message, output))
-        else:
-            self._transport.send(message, output)
+    def _send(self, message: Message) -> None:
+        output = self._outbox.pop(message.producer)
+        aside = self.times.wait if self._transport.sends_block else self.times.message
+        aside(lambda: self._transport.send(message, output))
+
+    def _post_receive(self, message: Message) -> None:
+        self.times.message(lambda: self._transport.post_receive(message))
 
     def _compute(self, op: Op) -> None:
         self._lanes.check()
         for first in self.program.waits.get(op, ()):
             if first.kind in ("O", "R"):
-                self._wait(self._event(first).wait)
+                self.times.wait(self._event(first).wait)
         self._handlers[op.kind](op)
         if op in self._marked:
             self._events[op] = self._lanes.mark(op)
@@ -239,7 +223,7 @@ class Executor:
         message = self._received.get(op)
         if message is None:
             return self._local.pop(op, None)
-        return self._wait(lambda: self._transport.receive(message))
+        return self.times.wait(lambda: self._transport.receive(message))
 
     def _deliver(self, op: Op, output: Tensor | None) -> None:
         """Keep ``output`` for its send, or for the consumer on this device."""
@@ -253,20 +237,11 @@ class Executor:
     def _timed[T](self, op: Op, call: Callable[[], T]) -> T:
         if self._recorder is not None:
             self._recorder.begin(op)
-        started = time.perf_counter()
         try:
-            return call()
+            return self.times.handler(call)
         finally:
-            self.times.handlers_s += time.perf_counter() - started
             if self._recorder is not None:
                 self._recorder.end(op)
-
-    def _wait[T](self, call: Callable[[], T]) -> T:
-        started = time.perf_counter()
-        try:
-            return call()
-        finally:
-            self.times.waiting_s += time.perf_counter() - started
 
     def _fault(self, failure: Exception) -> RuntimeFault:
         """The fault to raise: another's, if this failure is only its consequence."""

@@ -112,7 +112,6 @@ class ActivationStore:
         hosted = self._hosted.pop(_key(op), None)
         if hosted is not None:
             self.pool.give(hosted.buffer)
-        self.ledger.sample()
 
     def count(self, tensors: Iterable[Tensor]) -> None:
         """Count these tensors as resident activations for as long as they live."""
@@ -211,7 +210,6 @@ class Offload:
         # A lane may hold this job until its next one; the slots must not live that long.
         self._hosted = None
         self._store.freed_bytes += sum(size for ref, size in watched if ref.expired())
-        self._store.ledger.sample()
 
 
 class Reload:

@@ -35,9 +35,9 @@ class RehearsalFailed(OptPipeError):
     ``faults``: what each device that failed said.
     """
 
-    def __init__(self, message: str, faults: Mapping[int, str]) -> None:
+    def __init__(self, message: str, faults: Mapping[int, str] | None = None) -> None:
         super().__init__(message)
-        self.faults = dict(faults)
+        self.faults = dict(faults or {})
 
 
 def rehearse(
@@ -108,8 +108,7 @@ def _run_all(task: Task, limit_s: float) -> list[Result]:
     if missing:
         raise RehearsalFailed(
             f"the rehearsal did not end within {limit_s:.0f} s: devices {missing} were still "
-            "running; rehearse with a smaller --scale or look for what keeps this machine busy",
-            {},
+            "running; rehearse with a smaller --scale or look for what keeps this machine busy"
         )
     return [results[d] for d in range(len(processes))]
 
@@ -145,6 +144,8 @@ def _report(task: Task, results: list[Result]) -> RehearsalReport:
         DeviceReport(
             device=d,
             overhead_us=result.overhead_us[best],
+            overhead_wall_us=result.overhead_wall_us[best],
+            messages_us=result.messages_us[best],
             planned_peak_bytes=summary.peak_bytes[d],
             peak_bytes=round(max(result.peak_bytes) * unscale),
             memory_bytes=task.problem.devices[d].memory_bytes,

@@ -12,7 +12,12 @@ class DeviceReport:
 
     device: int
     overhead_us: float
-    """The executor's own time on the compute thread for each compute op, in the best iteration."""
+    """CPU time of the executor itself per compute op, in the best iteration: what the compute
+    thread does apart from its handlers and apart from waiting."""
+    overhead_wall_us: float
+    """The same in wall time: with it, what other processes took meanwhile."""
+    messages_us: float
+    """CPU time of the calls that start sends and receives (here gloo's, over sockets)."""
     planned_peak_bytes: int
     peak_bytes: int
     """The worst of all iterations."""
@@ -49,8 +54,18 @@ class RehearsalReport:
 
     @property
     def overhead_us(self) -> float:
-        """The executor's own time per compute op: the mean over devices."""
+        """CPU time of the executor itself per compute op: the mean over devices."""
         return sum(d.overhead_us for d in self.devices) / len(self.devices)
+
+    @property
+    def overhead_wall_us(self) -> float:
+        """The same in wall time."""
+        return sum(d.overhead_wall_us for d in self.devices) / len(self.devices)
+
+    @property
+    def messages_us(self) -> float:
+        """CPU time to start sends and receives per compute op."""
+        return sum(d.messages_us for d in self.devices) / len(self.devices)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, with the derived figures."""
@@ -59,6 +74,8 @@ class RehearsalReport:
             "achieved_ms": self.achieved_ms,
             "ratio": self.ratio,
             "overhead_us": self.overhead_us,
+            "overhead_wall_us": self.overhead_wall_us,
+            "messages_us": self.messages_us,
         }
 
     def __str__(self) -> str:
@@ -70,7 +87,9 @@ class RehearsalReport:
             f"bytes x {self.byte_scale:.3g}, {sends}: ended",
             f"makespan    planned {self.planned_ms:.1f} ms, achieved {self.achieved_ms:.1f} ms, "
             f"ratio {self.ratio:.3f} (iterations: {runs} ms)",
-            f"executor    {self.overhead_us:.0f} us per op (worst device {worst:.0f} us)",
+            f"executor    {self.overhead_us:.0f} us per op (worst device {worst:.0f} us; "
+            f"{self.overhead_wall_us:.0f} us of wall time), "
+            f"starting messages {self.messages_us:.0f} us",
             "device    peak planned    peak measured            limit    moved planned"
             "   moved measured",
         ]

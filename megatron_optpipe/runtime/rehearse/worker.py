@@ -54,7 +54,11 @@ class Result:
     device: int
     spans_ms: list[tuple[float, float]] = field(default_factory=list)
     overhead_us: list[float] = field(default_factory=list)
-    """Per compute op, one figure an iteration."""
+    """CPU time of the executor per compute op, one figure an iteration."""
+    overhead_wall_us: list[float] = field(default_factory=list)
+    """The same in wall time."""
+    messages_us: list[float] = field(default_factory=list)
+    """CPU time of gloo's calls that start sends and receives, per compute op."""
     peak_bytes: list[int] = field(default_factory=list)
     moved_bytes: int = 0
     freed_bytes: int = 0
@@ -148,7 +152,9 @@ def _iterate(
         sleep_until(zero)
         executor.run()
         result.spans_ms.append(recorder.span_ms)
-        result.overhead_us.append(executor.times.overhead_s * 1e6 / num_compute)
+        result.overhead_us.append(executor.times.overhead_cpu_s * 1e6 / num_compute)
+        result.overhead_wall_us.append(executor.times.overhead_s * 1e6 / num_compute)
+        result.messages_us.append(executor.times.messages_cpu_s * 1e6 / num_compute)
         result.peak_bytes.append(activations.peak_bytes)
         result.host_reserved_bytes.append(activations.pool.reserved_bytes)
     result.moved_bytes = activations.moved_bytes
