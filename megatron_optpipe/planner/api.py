@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
@@ -10,11 +11,12 @@ from megatron_optpipe.core.errors import Deadlock, OptPipeError
 from megatron_optpipe.core.plan import Plan
 from megatron_optpipe.core.problem import Problem
 from megatron_optpipe.core.timing import time_orders
-from megatron_optpipe.planner.feasible import Infeasible, modes
-from megatron_optpipe.planner.greedy import greedy_times
+from megatron_optpipe.planner.adaoffload import adaoffload, greedy
+from megatron_optpipe.planner.auto import auto, incumbent, searched
+from megatron_optpipe.planner.feasible import Infeasible
+from megatron_optpipe.planner.milp import MilpOptions, solve
 from megatron_optpipe.planner.options import PlannerOptions
 from megatron_optpipe.planner.orders import CLASSIC_ORDERS
-from megatron_optpipe.planner.realise import realise
 
 Method = Callable[[Problem, PlannerOptions], Plan]
 
@@ -59,25 +61,25 @@ def _classic(name: str) -> Method:
     return plan
 
 
-def _greedy(problem: Problem, options: PlannerOptions) -> Plan:
-    best: Plan | None = None
-    for mode in modes(problem):
-        flat, times = min(greedy_times(mode), key=lambda pair: pair[1].makespan)
-        plan = realise(problem, flat, times, "greedy")
-        if best is None or plan.makespan_ms < best.makespan_ms:
-            best = plan
-    assert best is not None  # modes() is never empty
-    return best
+def _milp(problem: Problem, options: PlannerOptions) -> Plan:
+    """The MILP of the paper from the best incumbent, whatever the size."""
+    best = incumbent(problem)
+    answer = solve(problem, best, options.time_limit_s, MilpOptions(mip_gap=options.mipgap))
+    return dataclasses.replace(
+        answer.plan or best,
+        lower_bound_ms=answer.lower_bound_ms,
+        solver_status=answer.status,
+    )
 
 
 METHODS: Mapping[str, Method] = MappingProxyType(
     {
         **{name: _classic(name) for name in CLASSIC_ORDERS},
-        "greedy": _greedy,
-        "adaoffload": _greedy,
-        "search": _greedy,
-        "milp": _greedy,
-        "auto": _greedy,
+        "greedy": lambda problem, options: greedy(problem),
+        "adaoffload": lambda problem, options: adaoffload(problem),
+        "search": searched,
+        "milp": _milp,
+        "auto": auto,
     }
 )
 """Every planning method by the name a user types."""

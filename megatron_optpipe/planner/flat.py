@@ -124,7 +124,8 @@ def readings(
             out.append(round(hop / tick_ms))
         return out
 
-    first, owned = [0], []
+    first = [0]
+    owned: list[int] = []
     for d in range(problem.num_devices):
         owned += problem.stages_on(d)
         first.append(len(owned))

@@ -3,24 +3,32 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import importlib.util
 import types
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from megatron_optpipe.planner import listsched_kernel as kernel
+from megatron_optpipe.core.problem import write_atomically
+from megatron_optpipe.planner import flat, kernel, kernel_compute, kernel_memory, kernel_transfers
 from megatron_optpipe.planner import store as st
 from megatron_optpipe.planner.flat import NO_LIMIT, Flat
+
+_SOURCES = (flat, st, kernel_memory, kernel_transfers, kernel_compute, kernel)
+_LOADING_PAYS_S, _COMPILING_PAYS_S = 2.0, 45.0
+"""Time limits from which the compiled form is used: kept on disk, or not yet."""
 
 Ints = npt.NDArray[np.int64]
 
 _COMPILE_ORDER = (
-    "reset", "safe", "repin", "y_ready_estimate", "next_on_device", "z_early", "find_newest_in",
-    "announce", "leave", "come_back", "carry", "start_transfers", "reload_claim", "y_ready",
-    "x_ready", "x_fits", "choose", "least_key", "begin", "start_compute", "settle", "start_all", "build",
+    "safe", "repin", "next_on_device", "z_early", "y_ready_estimate", "find_newest_in", "leave",
+    "come_back", "carry", "start_transfers", "reload_claim", "announce", "y_ready", "x_ready",
+    "x_fits", "choose", "least_key", "begin", "start_compute", "reset", "settle", "start_all",
+    "build",
 )  # fmt: skip
 
 
@@ -65,22 +73,59 @@ class Times(NamedTuple):
     back: Ints
 
 
-def have_compiler() -> bool:
-    """Whether numba (the optional extra ``fast``) is installed; does not import it."""
-    return importlib.util.find_spec("numba") is not None
+@functools.cache
+def _home() -> Path | None:
+    """Where the compiled kernel is kept: a directory named by what it was compiled from."""
+    digest = hashlib.sha256()
+    for module in _SOURCES:
+        digest.update(Path(str(module.__file__)).read_bytes())
+    home = Path.home() / ".cache" / "megatron-optpipe" / digest.hexdigest()[:16]
+    try:
+        home.mkdir(parents=True, exist_ok=True)
+        source = home / "list_scheduler.py"
+        if not source.exists():
+            write_atomically(source, "# the list scheduler of megatron_optpipe\n")
+    except OSError:
+        return None
+    return home
+
+
+def compiled_for(time_limit_s: float) -> bool:
+    """Whether to run compiled: numba is there, and loading (1 s) or compiling (30 s) pays."""
+    if importlib.util.find_spec("numba") is None:
+        return False
+    home = _home()
+    ready = home is not None and any((home / "__pycache__").glob("list_scheduler.build-*.nbc"))
+    if time_limit_s < (_LOADING_PAYS_S if ready else _COMPILING_PAYS_S):
+        return False
+    try:
+        _compiled()
+    except Exception:  # whatever is wrong with an optional compiler, the plain form does the same
+        return False
+    return True
 
 
 @functools.cache
 def _compiled() -> Callable[[Any], int]:
-    """The kernel compiled by numba; cached beside the source, so later processes start warm."""
-    from numba import njit
+    """The kernel compiled by numba; kept on disk, so later processes start warm."""
+    from numba import int64, njit
 
-    namespace = dict(vars(kernel))
+    home = _home()
+    namespace: dict[str, Any] = {}
+    for module in _SOURCES:
+        namespace |= vars(module)
     for name in _COMPILE_ORDER:
-        plain = getattr(kernel, name)
-        rebound = types.FunctionType(plain.__code__, namespace, name, plain.__defaults__)
-        namespace[name] = njit(cache=True)(rebound)
-    return namespace["build"]  # type: ignore[no-any-return]
+        plain = namespace[name]
+        code = plain.__code__
+        if home is not None:
+            # numba keeps its files beside the file that the code says it comes from
+            code = code.replace(co_filename=str(home / "list_scheduler.py"))
+        rebound = types.FunctionType(code, namespace, name, plain.__defaults__)
+        flags: dict[str, Any] = {"error_model": "numpy", "no_cpython_wrapper": name != "build"}
+        namespace[name] = njit(cache=home is not None, **flags)(rebound)
+    build = namespace["build"]
+    build.compile((int64[::1],))
+    return build  # type: ignore[no-any-return]
 
 
 class ListScheduler:
@@ -115,4 +160,4 @@ class ListScheduler:
     def run(self, keys: Keys, rules: Rules) -> Times | None:
         """The schedule that ``keys`` and ``rules`` give, or ``None`` where it got stuck."""
         makespan = self.makespan(keys, rules)
-        return None if makespan == kernel.NONE else self.times(makespan)
+        return None if makespan == st.NONE else self.times(makespan)

@@ -71,9 +71,37 @@ def memory(v: Variables) -> None:
         if _everything_fits(v, takers, limit):
             continue
         for a in [*takers, *backs]:
+            if _cannot_break(v, a, compute[d], outs, backs, limit):
+                continue
             row = memory_row(v, a, compute[d], outs, backs)
             room = (limit - taken(v, a)) * unit
             _at_most_where_away(v, a, [(literal, size * unit) for literal, size in row], room)
+
+
+def _cannot_break(
+    v: Variables, a: int, compute: list[int], outs: list[int], backs: list[int], limit: int
+) -> bool:
+    """Whether memory holds at ``a`` however the open orders are decided: no row, no columns."""
+    most = taken(v, a)
+    reload = v.network.ops[a].kind == "R"
+    for b in compute:
+        if b == a:
+            continue
+        if taken(v, b):
+            # known_event of a reload against b: whether the reload starts by then
+            first = v.known_event(a, b, end=False) if reload else v.known_order(a, b)
+            most += 0 if first is not None and first.is_true else taken(v, b)
+        if given(v, b):
+            gone = v.known_event(b, a, end=True) if reload else v.known_order(b, a)
+            most -= given(v, b) if gone is not None and gone.is_true else 0
+    for out in outs:
+        gone = v.known_event(out, a, end=True)
+        most -= given(v, out) if gone is not None and gone.is_true else 0
+    for back in backs:
+        if back != a:
+            here = v.known_order(back, a) if reload else v.known_event(back, a, end=False)
+            most += 0 if here is not None and here.is_false else taken(v, back)
+    return most <= limit
 
 
 def host_memory(v: Variables) -> None:

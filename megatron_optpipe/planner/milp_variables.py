@@ -166,29 +166,34 @@ class Variables:
         return self._orders[a, b]
 
     def _new_order(self, a: int, b: int) -> Literal:
+        literal = self.known_order(a, b)
+        if literal is None:
+            literal = self.model.binary()
+        elif self.ancestors[b] >> a & 1 or self.ancestors[a] >> b & 1:
+            return literal  # arcs say so already
+        both = (self.is_away(a), self.is_away(b))
+        self.model.arc(self.link(a, b, (literal, *both)))
+        self.model.arc(self.link(b, a, (literal.negated(), *both)))
+        return literal
+
+    def known_order(self, a: int, b: int) -> Literal | None:
+        """TRUE or FALSE where it is decided that a comes before b; None: open."""
         if self.ancestors[b] >> a & 1:
             return TRUE
         if self.ancestors[a] >> b & 1:
             return FALSE
         one, two = self.network.ops[a], self.network.ops[b]
         if self.is_kept(a) and self.is_kept(b):
-            literal = TRUE if self.kept_ms(a, end=False) < self.kept_ms(b, end=False) else FALSE
-        elif one.kind == two.kind and one.stage == two.stage and (
+            return TRUE if self.kept_ms(a, end=False) < self.kept_ms(b, end=False) else FALSE
+        if one.kind == two.kind and one.stage == two.stage and (
             one.kind in COMPUTE or self.reductions.symmetry
         ):
-            literal = TRUE if one.microbatch < two.microbatch else FALSE
-        elif one[1:] == two[1:] and {one.kind, two.kind} == {"O", "R"}:
-            literal = TRUE if one.kind == "O" else FALSE
-        elif self._cannot_precede(a, b):
-            literal = FALSE
-        elif self._cannot_precede(b, a):
-            literal = TRUE
-        else:
-            literal = self.model.binary()
-        both = (self.is_away(a), self.is_away(b))
-        self.model.arc(self.link(a, b, (literal, *both)))
-        self.model.arc(self.link(b, a, (literal.negated(), *both)))
-        return literal
+            return TRUE if one.microbatch < two.microbatch else FALSE
+        if one[1:] == two[1:] and {one.kind, two.kind} == {"O", "R"}:
+            return TRUE if one.kind == "O" else FALSE
+        if self._cannot_precede(a, b):
+            return FALSE
+        return TRUE if self._cannot_precede(b, a) else None
 
     def _cannot_precede(self, a: int, b: int) -> bool:
         one, two = self.network.ops[a], self.network.ops[b]
@@ -218,8 +223,10 @@ class Variables:
         return self._events[r, a, "end"]
 
     def _new_release(self, r: int, a: int) -> Literal:
-        fixed = self._fixed_event(r, a, self.length[r], end=True)
+        fixed = self.known_event(r, a, end=True)
         if fixed is not None:
+            if fixed.is_true and self.is_kept(r) and self.is_kept(a):
+                self.model.arc(self.link(r, a, ()))
             return fixed
         literal = self.model.binary()
         self.model.arc(self.link(r, a, (literal,)))
@@ -234,8 +241,11 @@ class Variables:
         return self._events[i, a, "start"]
 
     def _new_start(self, i: int, a: int) -> Literal:
-        fixed = self._fixed_event(i, a, 0.0, end=False)
+        fixed = self.known_event(i, a, end=False)
         if fixed is not None:
+            if self.is_kept(i) and self.is_kept(a):
+                first, second = (i, a) if fixed.is_true else (a, i)
+                self.model.arc(ConditionalArc(first, second, from_end=False))
             return fixed
         literal = self.model.binary()
         here, there = self.is_away(i), self.is_away(a)
@@ -244,8 +254,11 @@ class Variables:
         self.model.arc(ConditionalArc(a, i, (literal.negated(), here, there), from_end=False))
         return literal
 
-    def _fixed_event(self, i: int, a: int, offset: float, *, end: bool) -> Literal | None:
-        """The literal of an event pair that is decided: by rules, the incumbent or windows."""
+    def known_event(self, i: int, a: int, *, end: bool) -> Literal | None:
+        """Whether op i has ended (or started) by the start of op a, where that is decided.
+
+        By rules, the incumbent or windows; None: open.
+        """
         op, other = self.network.ops[i], self.network.ops[a]
         at = self.network.index
         if op.kind in "OR" and other.kind in COMPUTE:
@@ -262,14 +275,9 @@ class Variables:
                 return FALSE
         if self.is_kept(i) and self.is_kept(a):
             here, there = self.kept_ms(i, end=end), self.kept_ms(a, end=False)
-            holds = here <= there + TIME_TOLERANCE_MS
-            if holds:
-                self.model.arc(ConditionalArc(i, a, from_end=end))
-                return TRUE
-            if not end:
-                self.model.arc(ConditionalArc(a, i, from_end=False))
-            return FALSE
+            return TRUE if here <= there + TIME_TOLERANCE_MS else FALSE
         if self.reductions.windows:
+            offset = self.length[i] if end else 0.0
             if self.latest[i] + offset <= self.earliest[a] + 1e-9:
                 return self.is_away(i)
             if self.earliest[i] + offset > self.latest[a] + 1e-6:

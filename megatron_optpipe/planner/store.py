@@ -7,6 +7,7 @@ sequence for everything is what compiles to fast code and still runs as plain Py
 from __future__ import annotations
 
 from collections.abc import Sequence
+
 from megatron_optpipe.planner.flat import Flat
 
 Store = list[int]
@@ -64,6 +65,15 @@ _BY_OP = (
 ) = tuple(range(75, 86))  # fmt: skip
 
 _BY_SHARE = (PINNED, EARLY_BYTES) = (86, 87)  # device * m + j
+NONE = -1
+IDLE, X, Y, Z = 0, 1, 2, 3
+"""What a device runs."""
+OUT, BACK = 1, 2
+"""What a link carries (or IDLE)."""
+COMPUTE_ENDS, ARRIVAL, TRANSFER_ENDS, WAKE = 0, 1, 2, 3
+"""Events: time, what, and the device or link, packed in one number."""
+CODE_BITS, INDEX_BITS = 20, 16
+
 NUM_FIELDS = 88
 
 

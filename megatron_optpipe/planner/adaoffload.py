@@ -1,0 +1,83 @@
+"""AdaOffload: a good feasible plan in a fraction of a second, on any placement and link layout.
+
+OptPipe (2510.05186) starts its solver from such a plan; its listing is not public, so this is our
+reading of it: fill the memory with forwards as far as the limit allows, then a steady phase with
+backward first; offload only when something waits for memory, first what stays away longest; reload
+just in time. A handful of fixed variants of that is tried, the shortest is taken.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import numpy as np
+
+from megatron_optpipe.core.plan import Plan
+from megatron_optpipe.core.problem import Problem
+from megatron_optpipe.planner.families import Family, Shape, known_shapes
+from megatron_optpipe.planner.feasible import Mode, modes
+from megatron_optpipe.planner.flat import Flat
+from megatron_optpipe.planner.listsched import Keys, ListScheduler, Rules, Times
+from megatron_optpipe.planner.realise import realise
+
+ONLY_WHEN_SHORT = 1.0
+"""``water`` of a shape that offloads only for what waits for memory."""
+_OPS_TO_SCHEDULE = 30_000
+"""Variants are tried up to so many scheduled ops (about 0.5 s of plain Python)."""
+
+
+def basic_keys(flat: Flat, may_leave: tuple[bool, ...], *, z_late: bool = True) -> Keys:
+    """Y before X, older microbatches first, deeper stages first; Z as soon or as late as can be."""
+    stage, j = np.divmod(np.arange(flat.num_stages * flat.num_microbatches), flat.num_microbatches)
+    step, far = flat.num_stages, flat.num_stages * flat.num_microbatches
+    y = j * step + step - stage
+    return Keys(
+        x=far + j * step + stage,
+        y=y,
+        z=y + 4 * far if z_late else y,
+        may_leave=np.asarray(may_leave, np.int64)[stage],
+        ahead=np.full(flat.num_stages, flat.num_microbatches),
+    )
+
+
+def greedy(problem: Problem) -> Plan:
+    """One run of the list scheduler with basic keys. Raises ``Infeasible``."""
+    return _shortest(problem, variants=1, method="greedy")
+
+
+def adaoffload(problem: Problem) -> Plan:
+    """The shortest of the variants above. Raises ``Infeasible``."""
+    ops = 3 * problem.num_stages * problem.num_microbatches
+    return _shortest(problem, variants=max(2, _OPS_TO_SCHEDULE // ops), method="adaoffload")
+
+
+def _shortest(problem: Problem, variants: int, method: str) -> Plan:
+    best: tuple[int, int, Mode, Times] | None = None
+    for mode in modes(problem):
+        for rank, times in enumerate(_schedules(mode, variants)):
+            if best is None or (times.makespan, rank) < best[:2]:
+                best = (times.makespan, rank, mode, times)
+    assert best is not None  # modes() is never empty, and the list scheduler never stuck
+    _, _, mode, times = best
+    return realise(problem, mode.readings.forward, times, method)
+
+
+def _schedules(mode: Mode, variants: int) -> Iterator[Times]:
+    flat = mode.readings.forward
+    family = Family(flat, mode.may_leave)
+    scheduler = ListScheduler(flat, compiled=False)
+    tries: list[tuple[Keys, Rules]] = [
+        (basic_keys(flat, mode.may_leave), Rules(water=1024)),
+        (basic_keys(flat, mode.may_leave), Rules(water=0)),
+    ]
+    tries += [family.keys(shape) for shape in fixed_shapes(flat.num_devices)[: variants - 2]]
+    for keys, rules in tries[:variants]:
+        times = scheduler.run(keys, rules)
+        if times is not None:
+            yield times
+
+
+def fixed_shapes(devices: int) -> list[Shape]:
+    """The variants of AdaOffload as shapes."""
+    return [dataclasses.replace(s, water=ONLY_WHEN_SHORT) for s in known_shapes(devices)]

@@ -1,0 +1,76 @@
+"""The whole planner in turn: classic orders, AdaOffload, then exact solving or search, and a bound.
+
+What comes back is never worse than the best classic order that fits, nor than AdaOffload.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+
+from megatron_optpipe.core.errors import Deadlock, OptPipeError
+from megatron_optpipe.core.plan import Plan
+from megatron_optpipe.core.problem import Problem
+from megatron_optpipe.core.timing import time_orders
+from megatron_optpipe.planner.adaoffload import adaoffload
+from megatron_optpipe.planner.bound import lower_bound
+from megatron_optpipe.planner.milp import MilpOptions
+from megatron_optpipe.planner.options import PlannerOptions
+from megatron_optpipe.planner.orders import CLASSIC_ORDERS
+from megatron_optpipe.planner.search import search_plans
+from megatron_optpipe.planner.settle import is_small, settle
+
+_SEARCH_SHARE_SMALL, _SEARCH_SHARE = 0.25, 0.8
+_BOUND_SHARE, _BOUND_MOST_S = 0.1, 3.0
+_CLASSIC_OPS = 40_000
+"""Above so many ops only the classic orders' likely best are worth their time."""
+
+
+def incumbent(problem: Problem) -> Plan:
+    """The best of AdaOffload and the classic orders that fit. Raises ``Infeasible``."""
+    plans = [adaoffload(problem)]
+    for name, orders in CLASSIC_ORDERS.items():
+        try:
+            plans.append(time_orders(problem, orders(problem), method=name))
+        except (Deadlock, OptPipeError):
+            continue  # does not fit, or is not made for this placement
+    return shortest(problem, plans)
+
+
+def shortest(problem: Problem, plans: list[Plan]) -> Plan:
+    """The shortest plan; of equally long ones the one that moves least."""
+
+    def rank(plan: Plan) -> tuple[float, int]:
+        moved = sum(
+            problem.stages[op.stage].wire_bytes for d in plan.devices for op, _ in d.offload
+        )
+        return round(plan.makespan_ms, 6), moved
+
+    return min(plans, key=rank)
+
+
+def searched(problem: Problem, options: PlannerOptions) -> Plan:
+    """The best of the incumbents and a search. Raises ``Infeasible``."""
+    return shortest(problem, [incumbent(problem), *search_plans(problem, options)])
+
+
+def auto(problem: Problem, options: PlannerOptions) -> Plan:
+    """Everything, within the time limit. Raises ``Infeasible``."""
+    began = time.monotonic()
+    small = is_small(problem)
+    share = _SEARCH_SHARE_SMALL if small else _SEARCH_SHARE
+    budget = dataclasses.replace(options, time_limit_s=options.time_limit_s * share)
+    best = searched(problem, budget)
+    left = options.time_limit_s - (time.monotonic() - began)
+    if small:
+        settled = settle(problem, best, left, MilpOptions(mip_gap=options.mipgap))
+        best, bound, status = settled.plan, settled.bound, settled.status
+    else:
+        most = min(_BOUND_MOST_S, _BOUND_SHARE * options.time_limit_s)
+        bound = lower_bound(problem, most, best.makespan_ms)
+        status = "searched"
+    return dataclasses.replace(
+        best,
+        lower_bound_ms=min(bound.ms, best.makespan_ms),
+        solver_status=f"{status}; bound: {bound.reason}",
+    )
