@@ -71,10 +71,10 @@ class CudaJobEvent:
     def release(self) -> None:
         """Give the source memory back, once; the caller knows that the copies are ordered."""
         with self._lock:
-            if self._released:
-                return
-            self._released = True
-        self.job.transfer.release(self)
+            # Inside the lock: who comes second goes on only when it has been done.
+            if not self._released:
+                self.job.transfer.release(self)
+                self._released = True
 
 
 class CudaLane:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -51,3 +53,27 @@ def test_a_closed_hub_watches_no_more() -> None:
     abort = StoreAbort(HashStore(), 0, poll_s=0.01)
     abort.close()
     assert not any(t.name == "abort-watch" and t.is_alive() for t in threading.enumerate())
+
+
+STUCK = """
+import time
+from torch.distributed import HashStore
+from megatron_optpipe.core import Op
+from megatron_optpipe.runtime.abort import StoreAbort
+from megatron_optpipe.runtime.faults import RuntimeFault
+
+abort = StoreAbort(HashStore(), 4, poll_s=0.01, grace_s=0.05)
+abort.fail(RuntimeFault("rank 4 failed at op F(4,0)", rank=4, op=Op("F", 4, 0), position="x"))
+time.sleep(60)
+"""
+
+
+def test_a_process_that_is_stuck_is_ended_with_the_reason() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", STUCK], capture_output=True, text=True, timeout=50, check=False
+    )
+    assert done.returncode == 70
+    assert done.stderr.splitlines()[-1] == (
+        "optpipe: rank 4 failed at op F(4,0); rank 4 did not end within 0.05 s by itself "
+        "and is ended now"
+    )
