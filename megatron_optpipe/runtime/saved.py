@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from megatron_optpipe.core.op import Op
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, slots=True, weakref_slot=True)
 class Slot:
     """One storage: on the device (``storage``), or on its way there and back (``None``)."""
 

@@ -8,6 +8,7 @@ comes back as new memory under the same views, bit for bit. Parameters never lea
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -102,8 +103,16 @@ class ActivationStore:
         if _key(op) in self._hosted:
             raise RuntimeError(f"{op} needs activations that are on the host: reload them first")
         # From here on only the graph holds them, so autograd lets go of each while B runs.
-        self._records.pop(_key(op), None)
+        record = self._records.pop(_key(op), None)
+        slots = [] if record is None else [weakref.ref(s) for s in record.slots.values()]
+        del record
         yield
+        # What is left of the graph (a loss that somebody still holds, a branch that B did not
+        # walk) must not keep them longer; W's inputs are tensors of their own.
+        for ref in slots:
+            slot = ref()
+            if slot is not None:
+                slot.leave()
         self.drop(op)
 
     def drop(self, op: Op) -> None:

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 from megatron_optpipe.core import Plan, Problem, Stage, summarize
 
-COPY_GBPS = 1.0
-"""What all ranks together may copy on this machine: two shared cores copy a few GB/s at best."""
+COPY_GBPS = 0.25
+"""What all ranks together copy at most: a small part of what two cores can, so that copies take
+little of the time that is left for the ranks to be punctual."""
 
 MEMORY_SHARE = 0.25
 """The part of this machine's free memory that a rehearsal may use."""
