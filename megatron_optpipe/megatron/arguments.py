@@ -13,7 +13,12 @@ PREFIX = "optpipe_"
 
 
 def add_arguments(parser: ArgumentParser) -> ArgumentParser:
-    """Add our argument group to Megatron's parser (an ``extra_args_provider`` in its terms)."""
+    """Add our argument group to Megatron's parser (an ``extra_args_provider`` in its terms).
+
+    A parser that has it is left as it is: a patched checkout adds it, and ``hook.install`` too.
+    """
+    if "--pipeline-schedule" in parser._option_string_actions:
+        return parser
     group = parser.add_argument_group(title="optpipe")
     group.add_argument(
         "--pipeline-schedule",
