@@ -130,7 +130,7 @@ def make_store(
     parameters = [p for chunk in model for p in chunk.parameters()]
     # (data parallelism has an attribute `buffers` of its own)
     buffers = [b for chunk in model for b in torch.nn.Module.buffers(chunk)]
-    return kind(device, pool=pool, parameters=[*parameters, *buffers])
+    return kind(device, pool=pool, parameters=[*parameters, *buffers], graph_ends_in_b=True)
 
 
 def own_store(prefix: str) -> Any:

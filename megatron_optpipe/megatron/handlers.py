@@ -145,7 +145,8 @@ class StageHandlers:
             gradient: Tensor | None = schedules.backward_step(input_, output, received, now.config)
         if (op.stage, op.microbatch) in self._fused:
             self._chunk_done(now, op)
-        self._store.count(self._split.held(op.stage, op.microbatch))
+        # Counted from the end of B on, when the store takes its next sample.
+        self._store.ledger.add_tensors(self._split.held(op.stage, op.microbatch))
         return gradient
 
     def backward_weight(self, op: Op) -> None:

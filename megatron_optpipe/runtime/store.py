@@ -49,7 +49,12 @@ class ActivationStore:
         codec: Codec | None = None,
         parameters: Iterable[Tensor] = (),
         min_bytes: int = MIN_BYTES,
+        graph_ends_in_b: bool = False,
     ) -> None:
+        """``graph_ends_in_b``: W works on tensors that B hands it, not on the graph. Then what is
+        left of the graph after B (a loss that somebody still holds, a branch that B did not walk)
+        keeps no memory.
+        """
         self.device = torch.empty(0, device=device).device
         self.pool = pool or HostPool()
         self.codec: Codec = codec or Identity()
@@ -59,6 +64,7 @@ class ActivationStore:
         self.freed_bytes = 0
         """Device bytes that those offloads really gave back."""
         self._min_bytes = min_bytes
+        self._graph_ends_in_b = graph_ends_in_b
         self._records: dict[Key, OpRecord] = {}
         self._hosted: dict[Key, Hosted] = {}
         self._expected: dict[int, int] = {}
@@ -104,11 +110,11 @@ class ActivationStore:
             raise RuntimeError(f"{op} needs activations that are on the host: reload them first")
         # From here on only the graph holds them, so autograd lets go of each while B runs.
         record = self._records.pop(_key(op), None)
-        slots = [] if record is None else [weakref.ref(s) for s in record.slots.values()]
+        slots: list[weakref.ref[Slot]] = []
+        if record is not None and self._graph_ends_in_b:
+            slots = [weakref.ref(slot) for slot in record.slots.values()]
         del record
         yield
-        # What is left of the graph (a loss that somebody still holds, a branch that B did not
-        # walk) must not keep them longer; W's inputs are tensors of their own.
         for ref in slots:
             slot = ref()
             if slot is not None:
