@@ -97,7 +97,8 @@ class GroupTransport:
         spec = self._spec_of(message)
         parts = [torch.empty(spec.shape, dtype=spec.dtype, device=self._torch_device)]
         if self._stamped:
-            parts.insert(0, torch.empty(len(_header(message)), dtype=torch.int64))
+            size = len(_header(message))
+            parts.insert(0, torch.empty(size, dtype=torch.int64, device=self._torch_device))
         peer = self._rank_of[message.src]
         self._posted[message] = ([self._irecv(part, peer, message) for part in parts], parts)
 
@@ -120,7 +121,8 @@ class GroupTransport:
             )
         parts = [tensor.contiguous()]
         if self._stamped:
-            parts.insert(0, torch.tensor(_header(message), dtype=torch.int64))
+            header = torch.tensor(_header(message), dtype=torch.int64, device=self._torch_device)
+            parts.insert(0, header)
         works = [self._isend(part, peer, message) for part in parts]
         self._sending.append((message, works, parts))
         while self._sending and self._is_over(*self._sending[0][:2]):
