@@ -26,7 +26,7 @@ def test_every_plan_ends(name: str, rendezvous: bool) -> None:
         lanes = [device.measurement[lane] for lane in ("compute", "offload", "reload")]
         assert [len(lane) for lane in lanes] == [len(lane) for _, lane in planned.lanes()]
         assert 0 < device.peak_bytes <= device.memory_bytes
-        assert device.moved_bytes == pytest.approx(device.planned_moved_bytes, rel=1e-6)
+        assert device.moved_bytes == pytest.approx(device.planned_moved_bytes, rel=1e-4)
         # Nothing else holds what was offloaded.
         assert device.freed_bytes == device.moved_bytes
 
