@@ -28,6 +28,8 @@ def data_dependencies(v: Variables) -> None:
     """(a) Rules 2 to 5, kept orders and orders forced by windows: arcs without conditions."""
     for a, b, lag in v.arcs:
         v.model.arc(v.link(a, b, (), lag))
+    for arc in v.kept_arcs():
+        v.model.arc(arc)
 
 
 def exclusive_compute(v: Variables) -> None:
@@ -57,7 +59,8 @@ def exclusive_links(v: Variables) -> None:
     for users in links.values():
         for x, a in enumerate(users):
             for b in users[x + 1 :]:
-                v.order(a, b)
+                if not (v.is_kept(a) and v.is_kept(b)):
+                    v.order(a, b)
 
 
 def memory(v: Variables) -> None:

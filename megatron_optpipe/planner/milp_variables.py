@@ -47,7 +47,8 @@ class Variables:
         incumbent: Plan | None = None,
         free: Collection[Op] | None = None,
     ) -> None:
-        """``free``: the ops to be re-decided; all others keep the order of the incumbent.
+        """``free``: the ops to be re-decided; all others keep the order of the incumbent. With a
+        free O(s,j) it is also open whether (s,j) is offloaded at all, and when it returns.
 
         Raises ``NothingBelow`` where no plan can end by the horizon.
         """
@@ -55,6 +56,7 @@ class Variables:
         self.reductions = reductions
         self.scale = HORIZON_UNITS / horizon_ms
         self.kept_start = incumbent.starts() if incumbent is not None and free is not None else {}
+        self.open_offloads = {op for op in free or () if op.kind == "O"}
         self.network = Network.of_compute(problem)
         self.free = self._free_numbers(free)
         fixed = self._kept_order() if self.kept_start else []
@@ -99,7 +101,7 @@ class Variables:
         """O and R of every activation that may leave, where they fit between its F and B.
 
         Without kept ops every activation that may leave has a choice; else only those of which
-        an op is free, and the rest do what the incumbent does.
+        O is free, and the rest do what the incumbent does.
         """
         for s in range(self.problem.num_stages):
             if not self.problem.can_offload(s):
@@ -111,7 +113,7 @@ class Variables:
         at = self.network.index
         out, back = Op("O", s, j), Op("R", s, j)
         f, b = at[Op("F", s, j)], at[Op("B", s, j)]
-        is_free = f in self.free or b in self.free
+        is_free = not self.kept_start or out in self.open_offloads
         if not is_free and out not in self.kept_start:
             return
         out_length = self.problem.duration_ms(out) * self.scale
@@ -144,6 +146,38 @@ class Variables:
             if literal.column == -2:
                 self.away[key] = self.model.binary()
 
+    def kept_arcs(self) -> list[ConditionalArc]:
+        """What the kept transfers keep: their order on links, and on their device which releases
+        they had before which allocations. Neighbours are enough, kept lanes imply the rest.
+        """
+        arcs: list[ConditionalArc] = []
+        ops, near = self.network.ops, TIME_TOLERANCE_MS
+        kept = sorted((i for i in range(len(ops)) if self.is_kept(i)),
+                      key=lambda i: self.kept_ms(i, end=False))
+        moves = [i for i in kept if ops[i].kind not in COMPUTE]
+        links: dict[str, list[int]] = {}
+        for i in moves:
+            links.setdefault(self.problem.link_name(ops[i]), []).append(i)
+        for users in links.values():
+            arcs += [ConditionalArc(a, b) for a, b in zip(users, users[1:])]
+        for i in moves:
+            own = [a for a in kept if self.network.device[a] == self.network.device[i]]
+            compute = [a for a in own if ops[a].kind in COMPUTE]
+            takers = [a for a in compute if self.problem.memory_change(ops[a]).at_start_bytes]
+            begin, end = self.kept_ms(i, end=False), self.kept_ms(i, end=True)
+            if ops[i].kind == "O":
+                later = [a for a in takers if self.kept_ms(a, end=False) >= end - near]
+                arcs += [ConditionalArc(i, a) for a in later[:1]]
+                continue
+            later = [a for a in takers if self.kept_ms(a, end=False) >= begin - near]
+            arcs += [ConditionalArc(i, a, from_end=False) for a in later[:1]]
+            sooner = [a for a in takers if self.kept_ms(a, end=False) < begin - near]
+            arcs += [ConditionalArc(a, i, from_end=False) for a in sooner[-1:]]
+            for lane in (compute, [a for a in own if ops[a].kind == "O"]):
+                ended = [a for a in lane if self.kept_ms(a, end=True) <= begin + near]
+                arcs += [ConditionalArc(a, i) for a in ended[-1:]]
+        return arcs
+
     def is_away(self, i: int) -> Literal:
         """x of a transfer; 1 for a compute op."""
         op = self.network.ops[i]
@@ -169,7 +203,11 @@ class Variables:
         literal = self.known_order(a, b)
         if literal is None:
             literal = self.model.binary()
-        elif self.ancestors[b] >> a & 1 or self.ancestors[a] >> b & 1:
+        elif (
+            self.ancestors[b] >> a & 1
+            or self.ancestors[a] >> b & 1
+            or (self.is_kept(a) and self.is_kept(b))
+        ):
             return literal  # arcs say so already
         both = (self.is_away(a), self.is_away(b))
         self.model.arc(self.link(a, b, (literal, *both)))
@@ -225,7 +263,7 @@ class Variables:
     def _new_release(self, r: int, a: int) -> Literal:
         fixed = self.known_event(r, a, end=True)
         if fixed is not None:
-            if fixed.is_true and self.is_kept(r) and self.is_kept(a):
+            if fixed.is_true and one_of_host(self, r, a):
                 self.model.arc(self.link(r, a, ()))
             return fixed
         literal = self.model.binary()
@@ -243,7 +281,7 @@ class Variables:
     def _new_start(self, i: int, a: int) -> Literal:
         fixed = self.known_event(i, a, end=False)
         if fixed is not None:
-            if self.is_kept(i) and self.is_kept(a):
+            if one_of_host(self, i, a):
                 first, second = (i, a) if fixed.is_true else (a, i)
                 self.model.arc(ConditionalArc(first, second, from_end=False))
             return fixed
@@ -283,3 +321,9 @@ class Variables:
             if self.earliest[i] + offset > self.latest[a] + 1e-6:
                 return FALSE
         return None
+
+
+def one_of_host(v: Variables, i: int, a: int) -> bool:
+    """Whether two kept ops form a pair that only the host's memory asks about."""
+    kinds = {v.network.ops[i].kind, v.network.ops[a].kind}
+    return v.is_kept(i) and v.is_kept(a) and v.network.ops[a].kind == "O" and kinds <= {"O", "R"}
