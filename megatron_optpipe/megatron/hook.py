@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -20,6 +21,9 @@ from megatron_optpipe.megatron.arguments import add_arguments as add_arguments
 __all__ = ["add_arguments", "forward_backward_func", "install", "refuse", "validate"]
 
 GETTER = "get_forward_backward_func"
+
+RANK_0_FIRST_S = 10.0
+"""How long the other ranks of a refused job give rank 0 to say why."""
 
 _run: Any = None
 """The one ``PipelineRun`` of this process (training and evaluation share plan and transport)."""
@@ -98,9 +102,14 @@ def install() -> None:
 
 
 def refuse(failure: OptPipeError, rank: int) -> NoReturn:
-    """End this rank without a traceback; rank 0 says why, in one line."""
+    """End this rank without a traceback; rank 0 says why, in one line.
+
+    The launcher ends all ranks as soon as one has ended, so that one has to be rank 0.
+    """
     if rank == 0:
         print(f"optpipe: {failure}", file=sys.stderr, flush=True)
+    else:
+        time.sleep(RANK_0_FIRST_S)
     sys.exit(2)
 
 

@@ -1,4 +1,4 @@
-"""Stock and three orders: for layouts and features beside the pipeline."""
+"""Stock and two orders: for layouts and features beside the pipeline."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.zoo import all_forwards_first, random_topological
 
 
 def cases(args: Namespace, stock: Callable[..., Any], out: Path) -> Iterator[tuple[Any, ...]]:
-    """The adversary, every W at the end, and GPipe with each B and its W as one backward."""
+    """The adversary, and GPipe with each B and its W as one backward."""
     yield "stock", stock, None
     problem = unmeasured(args)
     problem = replace(problem, devices=(Device(10**12),) * problem.num_devices)
@@ -24,7 +24,6 @@ def cases(args: Namespace, stock: Callable[..., Any], out: Path) -> Iterator[tup
     fused.optpipe_fuse_adjacent_bw = True
     for name, orders, how in (
         ("adversary", random_topological(problem, 1), args),
-        ("weights-last", all_forwards_first(problem, weights_last=True), args),
         ("fused", all_forwards_first(problem, weights_last=False), fused),
     ):
         plan = time_orders(problem, orders, method=name)

@@ -63,6 +63,8 @@ def cases(args: Namespace, stock: Callable[..., Any], out: Path) -> Iterator[Cas
     plan = make_plan(tight, PlannerOptions(method="greedy"))
     assert sum(summarize(tight, plan).moved_bytes) > 0, "the limit must force offloads"
     yield "offloading", *logged(tight, plan, args, out / "offloading")
+    if problem.num_stages > problem.num_devices:
+        return
     slow = partial(ThreadLanes, before_copy=lambda _: time.sleep(SLOW_COPY_S))
     engine.ThreadLanes = slow  # type: ignore[assignment,misc]
     try:

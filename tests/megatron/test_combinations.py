@@ -27,9 +27,9 @@ COMBINATIONS = {
 
 @pytest.mark.parametrize("name", list(COMBINATIONS))
 def test_a_combination_gives_the_bits_of_stock(name: str, tmp_path: Path) -> None:
-    flags = (*COMBINATIONS[name], "--train-iters", "6")
+    flags = (*COMBINATIONS[name], "--train-iters", "5")
     for seen in many(4, "combination_cases", tmp_path / "out", *flags):
-        assert set(seen) == {"stock", "adversary", "weights-last", "fused"}
+        assert set(seen) == {"stock", "adversary", "fused"}
         for order, case in seen.items():
             assert case == seen["stock"], order
-        assert len(seen["stock"]["grad_norm"]) == 6
+        assert len(seen["stock"]["grad_norm"]) == 5

@@ -56,9 +56,9 @@ def test_losses_gradient_norms_and_parameters_are_those_of_stock(ranks: Ranks) -
 
 
 def test_every_kind_of_plan_ran(ranks: Ranks) -> None:
-    expected = {"stock", "measuring", "1f1b", "adversary", "offloading", "slow-copies"}
-    assert expected <= set(ranks[0])
-    assert len(ranks[0]) >= 7
+    common = {"stock", "measuring", "1f1b", "adversary", "offloading"}
+    one_chunk, several = {"zb-h1", "zb-h2", "slow-copies"}, {"weights-last"}
+    assert set(ranks[0]) in (common | one_chunk, common | several)
 
 
 def test_peak_of_every_iteration_is_within_the_limit(ranks: Ranks) -> None:
