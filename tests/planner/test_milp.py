@@ -127,7 +127,7 @@ def test_windows_refuse_a_horizon_below_the_critical_path() -> None:
         find_windows(network, [], path - 0.01)
     windows = find_windows(network, [], path * 3)
     assert min(windows.earliest_ms) == 0.0
-    assert all(e <= l for e, l in zip(windows.earliest_ms, windows.latest_ms))
+    assert all(early <= late for early, late in zip(windows.earliest_ms, windows.latest_ms))
 
 
 def test_big_m_is_no_larger_than_the_windows_allow() -> None:
