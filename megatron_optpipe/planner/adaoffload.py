@@ -71,13 +71,13 @@ def _schedules(mode: Mode, variants: int) -> Iterator[Times]:
         (basic_keys(flat, mode.may_leave), Rules(water=1024)),
         (basic_keys(flat, mode.may_leave), Rules(water=0)),
     ]
-    tries += [family.keys(shape) for shape in fixed_shapes(flat.num_devices)[: variants - 2]]
+    tries += [family.keys(shape) for shape in fixed_shapes(family)[: variants - 2]]
     for keys, rules in tries[:variants]:
         times = scheduler.run(keys, rules)
         if times is not None:
             yield times
 
 
-def fixed_shapes(devices: int) -> list[Shape]:
+def fixed_shapes(family: Family) -> list[Shape]:
     """The variants of AdaOffload as shapes."""
-    return [dataclasses.replace(s, water=ONLY_WHEN_SHORT) for s in known_shapes(devices)]
+    return [dataclasses.replace(s, water=ONLY_WHEN_SHORT) for s in known_shapes(family)]

@@ -39,6 +39,9 @@ class Shape:
     slope_x: float = 1.0
     slope_y: float = 1.0
     """Wave: stretch of the way through the stages."""
+    odd_x: float = 1.0
+    odd_y: float = 1.0
+    """Wave: the stretch in every second chunk, as a multiple (V shapes like two paces)."""
     gap_x: float = 0.0
     gap_y: float = 0.0
     """Wave: extra distance from chunk to chunk."""
@@ -69,6 +72,8 @@ _CHOICES: dict[str, tuple[float, ...]] = {
     "pace_y": (0.1, 0.3, 0.5, 0.8, 1.0),
     "slope_x": (0.0, 0.5, 1.0, 1.5),
     "slope_y": (0.0, 0.5, 1.0, 1.5),
+    "odd_x": (1.0, 1.0, 1.0, 0.5, 2.0),
+    "odd_y": (1.0, 1.0, 1.0, 0.5, 2.0),
     "gap_x": (0.0, 0.0, 0.3, 1.0, 2.0, 4.0),
     "gap_y": (0.0, 0.0, 0.3, 1.0, 2.0, 4.0),
     "turn": (-30.0, -3.0, 0.0, 0.0, 1.0, 3.0),
@@ -114,9 +119,10 @@ def mutated(shape: Shape, dice: random.Random, devices: int, microbatches: int) 
 _NAMES = tuple(field.name for field in dataclasses.fields(Shape))
 
 
-def known_shapes(devices: int) -> list[Shape]:
+def known_shapes(family: Family) -> list[Shape]:
     """Where to begin: shapes of schedules known to be good at some limit."""
-    shapes = []
+    flat, shapes = family.flat, []
+    devices = flat.num_devices
     for group in dict.fromkeys((devices, max(1, devices // 2))):
         for z_lag in (0.01, 100.0):
             shapes.append(Shape(slots=1, group=group, warm_more=-1, z_lag=z_lag, slack=0.3))
@@ -128,6 +134,28 @@ def known_shapes(devices: int) -> list[Shape]:
         shapes.append(Shape(slope_x=0, z_lag=100, gap_y=gap, pace_x=0.3, pace_y=0.3))
         shapes.append(Shape(ahead_slope=1, ahead_more=1, gap_x=gap, z_lag=1, patience=0.7))
         shapes.append(Shape(turn=-30, z_lag=0, patience=1.0, gap_x=gap))
+    # The building blocks of Controllable Memory (2405.15362), V-Min and V-Half: forwards go down
+    # and up the V by so many slots a device, backwards likewise; six slots a microbatch.
+    slot = family.unit / 6
+    step_x = max(1.0, flat.x_path[-1] / max(1, flat.num_stages - 1))
+    step_y = max(1.0, flat.y_path[0] / max(1, flat.num_stages - 1))
+    for down, up, gap_x, turn, gap_y, patience in (
+        (1, 1, 0, 0, 0, 1.0), (1, 1, 0, 3, 0, 1.0), (1, 2, 1, 2, 2, 0.0), (2, 1, 3, -1, 4, 0.0),
+    ):  # fmt: skip
+        shapes.append(
+            Shape(
+                slope_x=down * slot / step_x,
+                odd_x=up / down,
+                slope_y=up * slot / step_y,
+                odd_y=down / up,
+                gap_x=gap_x / 6,
+                turn=(turn - gap_x) / 6,
+                gap_y=gap_y / 6,
+                z_lag=1.0,
+                slack=0.12,
+                patience=patience,
+            )
+        )
     return shapes
 
 
@@ -153,8 +181,13 @@ class Family:
         self.from_last = last_chunk - self.chunk_of_stage
         self.chunk = self.chunk_of_stage[self.stage]
         self.place = np.array(place)[self.stage]
-        self.x_path = np.asarray(flat.x_path)[self.stage]
-        self.y_path = np.asarray(flat.y_path)[self.stage]
+        odd = self.chunk_of_stage % 2
+        x_steps = np.diff(flat.x_path, prepend=0)
+        y_steps = -np.diff(flat.y_path, append=0)
+        self.x_odd = np.cumsum(x_steps * odd)[self.stage]
+        self.x_path = np.asarray(flat.x_path)[self.stage] - self.x_odd
+        self.y_odd = np.cumsum((y_steps * odd)[::-1])[::-1][self.stage]
+        self.y_path = np.asarray(flat.y_path)[self.stage] - self.y_odd
         self.may_leave = np.asarray(may_leave, np.int64)
         last = flat.num_stages - 1
         self.life = np.array(
@@ -194,11 +227,13 @@ class Family:
         unit, group = self.unit, max(1, int(shape.group))
         behind = self.j // group * group * unit
         within = self.j % group * unit
-        x = behind + within * shape.pace_x + self.x_path * shape.slope_x
+        x_way = (self.x_path + self.x_odd * shape.odd_x) * shape.slope_x
+        y_way = (self.y_path + self.y_odd * shape.odd_y) * shape.slope_y
+        x = behind + within * shape.pace_x + x_way
         x = x + self.chunk * (shape.gap_x * unit)
-        turn = self.flat.x_path[-1] * shape.slope_x
+        turn = float(x_way[-1])
         turn += (shape.turn + self.chunks * shape.gap_x) * unit
-        y = behind + within * shape.pace_y + turn + self.y_path * shape.slope_y
+        y = behind + within * shape.pace_y + turn + y_way
         y = y + (self.chunks - 1 - self.chunk) * (shape.gap_y * unit)
         return x, y
 

@@ -26,9 +26,17 @@ _PLAIN_S, _COMPILED_S = 16e-6, 0.7e-6
 """Expected time to schedule one op, without offload; with, three times as much."""
 _USE = 0.6
 """Share of the time limit that the expected time of the search may fill."""
-_SHAPES, _RANDOM, _MIRRORED = 0.55, 0.4, 0.2
-"""Shares of the schedules: for shapes at all; of those drawn at random; of those read backwards."""
+_SHORT, _SHAPES, _BACKWARD = 0.3, 0.6, 0.07
+"""Shares of the work: shapes on a shorter problem; shapes at all; of those, mirrored readings."""
+_RANDOM = 0.35
+"""Share of a reading's shapes that are drawn at random before neighbours of the best are."""
+_CLOSE = 1.03
+"""A mirrored reading gets more work if its best is at most so far behind."""
+_LONG_OPS, _SHORT_PER_DEVICE = 2_000, 2
+"""From so many compute ops on, shapes are first tried on so many microbatches a device."""
 _ELITE, _PARENTS, _CLIMBS = 16, 6, 3
+_FEWEST, _MOST = 20, 30_000
+"""Schedules of the whole problem that the budget pays for."""
 _STUCK = 1 << 61
 
 
@@ -39,8 +47,14 @@ class Reading:
     flat: Flat
     family: Family
     scheduler: ListScheduler
+    enough: int
+    """No schedule is shorter."""
     elite: list[tuple[int, int, Shape]] = field(default_factory=list)
     """Makespan, serial number, shape; best first, makespans distinct."""
+
+    @property
+    def ops(self) -> int:
+        return 3 * self.flat.num_stages * self.flat.num_microbatches
 
 
 @dataclass
@@ -72,60 +86,89 @@ class Search:
             for flat in (mode.readings.forward, mode.readings.mirrored)
         ]
         self.tick_ms = modes(problem)[0].readings.tick_ms
-        self.enough = _least_makespan(self.readings[0].flat)
         self.built = 0
 
     def _reading(self, flat: Flat, mode: Mode) -> Reading:
         scheduler = ListScheduler(flat, compiled=self.compiled)
-        return Reading(flat, Family(flat, mode.may_leave), scheduler)
+        return Reading(flat, Family(flat, mode.may_leave), scheduler, _least_makespan(flat))
 
     def budget(self) -> int:
-        """How many schedules to build."""
-        flat = self.readings[0].flat
-        one = 3 * flat.num_stages * flat.num_microbatches
-        one_s = one * (_COMPILED_S if self.compiled else _PLAIN_S)
+        """How many ops to schedule, all schedules together."""
+        one_s = _COMPILED_S if self.compiled else _PLAIN_S
         if any(self.readings[0].family.may_leave):
             one_s *= 3
-        count = int(_USE * self.options.time_limit_s / (one_s + 50e-6))
-        return max(20, min(30_000, count))
+        most = int(_USE * self.options.time_limit_s / one_s)
+        return max(_FEWEST * self.readings[0].ops, min(_MOST * self.readings[0].ops, most))
 
     def run(self) -> list[Found]:
-        """Search within the budget."""
+        """Search within the budget; the best schedule of each climb, best first."""
         total = self.budget()
-        shapes = int(total * _SHAPES)
-        pairs = len(self.readings) // 2
-        for index, reading in enumerate(self.readings):
-            share = _MIRRORED if index % 2 else 1 - _MIRRORED
-            self._shapes(reading, max(8, int(shapes * share / pairs)))
+        seeds = [self._allowed(shape) for shape in known_shapes(self.readings[0].family)]
+        spent = 0
+        if self.readings[0].ops > _LONG_OPS and self._short_microbatches() is not None:
+            spent = int(total * _SHORT)
+            seeds = self._on_a_shorter_problem(seeds, spent)
+        ahead, behind = self.readings[::2], self.readings[1::2]
+        left = int(total * _SHAPES) - spent
+        for reading in ahead:
+            self._shapes(reading, int(left * (1 - _BACKWARD)) // len(ahead), seeds)
+        best = min((r.elite[0][0] for r in ahead if r.elite), default=_STUCK)
+        for reading in behind:
+            share = int(left * _BACKWARD) // len(behind)
+            self._shapes(reading, share, seeds)
+            if reading.elite and reading.elite[0][0] < _CLOSE * best:
+                self._shapes(reading, 4 * share, [])
+        return self._climbs(total - int(total * _SHAPES))
+
+    def _short_microbatches(self) -> int | None:
+        """Microbatches of the shorter problem; None where it would not be much shorter."""
+        short = _SHORT_PER_DEVICE * self.problem.num_devices
+        if self.options.max_microbatches is not None:
+            short = min(short, self.options.max_microbatches)
+        return short if 3 * short <= 2 * self.problem.num_microbatches else None
+
+    def _on_a_shorter_problem(self, seeds: list[Shape], work: int) -> list[Shape]:
+        """The best shapes of fewer microbatches; a shape says how any number goes through."""
+        short = dataclasses.replace(
+            self.problem, num_microbatches=self._short_microbatches() or 1
+        )
+        found: list[Shape] = []
+        readings = [self._reading(mode.readings.forward, mode) for mode in modes(short)]
+        for reading in readings:
+            self._shapes(reading, work // len(readings), seeds)
+            found += [shape for _, _, shape in reading.elite]
+        return found
+
+    def _climbs(self, work: int) -> list[Found]:
+        """Local search from the best shapes of all readings."""
         starts = sorted(
             ((entry[0], index, entry[2]) for index, r in enumerate(self.readings)
              for entry in r.elite[:_CLIMBS]), key=lambda start: start[:2],
-        )  # fmt: skip
+        )[:_CLIMBS]  # fmt: skip
         found: list[Found] = []
-        climbs = starts[: _CLIMBS + 1]
-        for _, index, shape in climbs:
+        for _, index, shape in starts:
             reading = self.readings[index]
             point = Point(*reading.family.keys(shape))
-            found.append(self._climb(reading, point, (total - shapes) // len(climbs)))
+            found.append(self._climb(reading, point, work // reading.ops // len(starts)))
         return sorted(found, key=lambda f: f.makespan)
 
     def _stop(self, best: int) -> bool:
-        return best <= self.enough or time.monotonic() > self.deadline
+        return best <= self.readings[0].enough or time.monotonic() > self.deadline
 
     def _value(self, reading: Reading, point: Point) -> int:
         self.built += 1
         makespan = reading.scheduler.makespan(*point)
         return _STUCK if makespan < 0 else makespan
 
-    def _shapes(self, reading: Reading, count: int) -> None:
-        """Random shapes, then neighbours of the best."""
+    def _shapes(self, reading: Reading, work: int, seeds: list[Shape]) -> None:
+        """The seeds, random shapes, then neighbours of the best, for so many scheduled ops."""
         devices, m = reading.flat.num_devices, reading.flat.num_microbatches
-        seen: set[int] = set()
-        known = [self._allowed(shape) for shape in known_shapes(devices)]
+        seen = {entry[0] for entry in reading.elite}
+        count = max(len(seeds), work // reading.ops)
         for serial in range(count):
-            if serial < len(known):
-                shape = known[serial]
-            elif serial < count * _RANDOM or not reading.elite:
+            if serial < len(seeds):
+                shape = seeds[serial]
+            elif not reading.elite or len(seeds) <= serial < count * _RANDOM:
                 shape = self._allowed(random_shape(self.dice, devices, m))
             else:
                 parent = self.dice.choice(reading.elite[:_PARENTS])[2]
@@ -133,11 +176,14 @@ class Search:
             makespan = self._value(reading, Point(*reading.family.keys(shape)))
             if makespan not in seen and makespan < _STUCK:
                 seen.add(makespan)
-                reading.elite.append((makespan, serial, shape))
+                reading.elite.append((makespan, self.built, shape))
                 reading.elite.sort(key=lambda entry: entry[:2])
                 del reading.elite[_ELITE:]
-            if reading.elite and self._stop(reading.elite[0][0]):
+            if time.monotonic() > self.deadline or (reading.elite and self._done(reading)):
                 return
+
+    def _done(self, reading: Reading) -> bool:
+        return reading.elite[0][0] <= reading.enough
 
     def _allowed(self, shape: Shape) -> Shape:
         """Bend a shape to the offload strategy."""
