@@ -1,4 +1,4 @@
-"""More than a thousand random problems that have a plan: no crash, no invalid plan, no plan worse than a classic order.
+"""Random problems, over a thousand with a plan: no crash, no invalid plan, none worse than classic.
 
 A seed that fails is printed; ``random_problem(seed)`` makes its problem again.
 """
