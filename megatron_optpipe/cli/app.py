@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 
 import click
@@ -72,7 +73,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     wanted = {"traceback": False}
     given = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     try:
-        result = optpipe.main(args=given, prog_name="optpipe", standalone_mode=False, obj=wanted)
+        with warnings.catch_warnings():
+            warnings.showwarning = _say_warning  # type: ignore[assignment]
+            result = optpipe.main(
+                args=given, prog_name="optpipe", standalone_mode=False, obj=wanted
+            )
         _flush_output()
         # Without its standalone mode click returns the code of ctx.exit().
         return result if isinstance(result, int) else EXIT_OK
@@ -96,6 +101,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             " (run `optpipe --traceback ...` for the details)"
         )
         return EXIT_INTERNAL
+
+
+def _say_warning(message: Warning | str, *_: object) -> None:
+    """A warning as a user reads it: one line, no source line of ours."""
+    _complain(f"warning: {message}")
 
 
 def _flush_output() -> None:

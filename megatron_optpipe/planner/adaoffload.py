@@ -46,16 +46,17 @@ def greedy(problem: Problem) -> Plan:
     return _shortest(problem, variants=1, method="greedy")
 
 
-def adaoffload(problem: Problem) -> Plan:
+def adaoffload(problem: Problem, *, compiled: bool = False) -> Plan:
     """The shortest of the variants above. Raises ``Infeasible``."""
     ops = 3 * problem.num_stages * problem.num_microbatches
-    return _shortest(problem, variants=max(2, _OPS_TO_SCHEDULE // ops), method="adaoffload")
+    variants = max(2, _OPS_TO_SCHEDULE // ops)
+    return _shortest(problem, variants, method="adaoffload", compiled=compiled)
 
 
-def _shortest(problem: Problem, variants: int, method: str) -> Plan:
+def _shortest(problem: Problem, variants: int, method: str, *, compiled: bool = False) -> Plan:
     best: tuple[int, int, Mode, Times] | None = None
     for mode in modes(problem):
-        for rank, times in enumerate(_schedules(mode, variants)):
+        for rank, times in enumerate(_schedules(mode, variants, compiled)):
             if best is None or (times.makespan, rank) < best[:2]:
                 best = (times.makespan, rank, mode, times)
     assert best is not None  # modes() is never empty, and the list scheduler never stuck
@@ -63,10 +64,10 @@ def _shortest(problem: Problem, variants: int, method: str) -> Plan:
     return realise(problem, mode.readings.forward, times, method)
 
 
-def _schedules(mode: Mode, variants: int) -> Iterator[Times]:
+def _schedules(mode: Mode, variants: int, compiled: bool) -> Iterator[Times]:
     flat = mode.readings.forward
     family = Family(flat, mode.may_leave)
-    scheduler = ListScheduler(flat, compiled=False)
+    scheduler = ListScheduler(flat, compiled=compiled)
     tries: list[tuple[Keys, Rules]] = [
         (basic_keys(flat, mode.may_leave), Rules(water=1024)),
         (basic_keys(flat, mode.may_leave), Rules(water=0)),

@@ -14,6 +14,7 @@ from megatron_optpipe.core.problem import Problem
 from megatron_optpipe.core.timing import time_orders
 from megatron_optpipe.planner.adaoffload import adaoffload
 from megatron_optpipe.planner.bound import lower_bound
+from megatron_optpipe.planner.listsched import compiled_for
 from megatron_optpipe.planner.milp import MilpOptions
 from megatron_optpipe.planner.options import PlannerOptions
 from megatron_optpipe.planner.orders import CLASSIC_ORDERS
@@ -22,13 +23,15 @@ from megatron_optpipe.planner.settle import is_small, settle
 
 _SEARCH_SHARE_SMALL, _SEARCH_SHARE = 0.25, 0.8
 _BOUND_SHARE, _BOUND_MOST_S = 0.1, 3.0
-_CLASSIC_OPS = 40_000
-"""Above so many ops only the classic orders' likely best are worth their time."""
+_LARGE_OPS = 20_000
+"""From so many compute ops on, the compiled scheduler is worth loading for the first plan."""
+_PLAN_S_PER_OP = 6e-5
+"""What turning a schedule into a checked plan takes for each compute op, with room to spare."""
 
 
-def incumbent(problem: Problem) -> Plan:
+def incumbent(problem: Problem, *, compiled: bool = False) -> Plan:
     """The best of AdaOffload and the classic orders that fit. Raises ``Infeasible``."""
-    plans = [adaoffload(problem)]
+    plans = [adaoffload(problem, compiled=compiled)]
     for name, orders in CLASSIC_ORDERS.items():
         try:
             plans.append(time_orders(problem, orders(problem), method=name))
@@ -51,7 +54,16 @@ def shortest(problem: Problem, plans: list[Plan]) -> Plan:
 
 def searched(problem: Problem, options: PlannerOptions) -> Plan:
     """The best of the incumbents and a search. Raises ``Infeasible``."""
-    return shortest(problem, [incumbent(problem), *search_plans(problem, options)])
+    return _searched(problem, options, options.time_limit_s)
+
+
+def _searched(problem: Problem, options: PlannerOptions, limit_s: float) -> Plan:
+    """``options.time_limit_s`` says how much to search, ``limit_s`` when all of it must end."""
+    ops = 3 * problem.num_stages * problem.num_microbatches
+    deadline_s = time.monotonic() + max(0.0, limit_s - 2 * ops * _PLAN_S_PER_OP)
+    compiled = ops > _LARGE_OPS and compiled_for(options.time_limit_s)
+    best = incumbent(problem, compiled=compiled)
+    return shortest(problem, [best, *search_plans(problem, options, deadline_s)])
 
 
 def auto(problem: Problem, options: PlannerOptions) -> Plan:
@@ -60,7 +72,7 @@ def auto(problem: Problem, options: PlannerOptions) -> Plan:
     small = is_small(problem)
     share = _SEARCH_SHARE_SMALL if small else _SEARCH_SHARE
     budget = dataclasses.replace(options, time_limit_s=options.time_limit_s * share)
-    best = searched(problem, budget)
+    best = _searched(problem, budget, budget.time_limit_s)
     left = options.time_limit_s - (time.monotonic() - began)
     if small:
         settled = settle(problem, best, left, MilpOptions(mip_gap=options.mipgap))

@@ -22,11 +22,11 @@ from megatron_optpipe.planner.moves import Point, neighbour
 from megatron_optpipe.planner.options import PlannerOptions
 from megatron_optpipe.planner.realise import realise
 
-_PLAIN_S, _COMPILED_S = 16e-6, 0.7e-6
-"""Expected time to schedule one op, without offload; with, three times as much."""
+_PLAIN_S, _COMPILED_S = 16e-6, 0.55e-6
+"""Expected time to schedule one op, without offload; with, 2.5 times as much."""
 _USE = 0.6
 """Share of the time limit that the expected time of the search may fill."""
-_SHORT, _SHAPES, _BACKWARD = 0.3, 0.6, 0.07
+_SHORT, _SHAPES, _BACKWARD = 0.3, 0.65, 0.07
 """Shares of the work: shapes on a shorter problem; shapes at all; of those, mirrored readings."""
 _RANDOM = 0.35
 """Share of a reading's shapes that are drawn at random before neighbours of the best are."""
@@ -96,7 +96,7 @@ class Search:
         """How many ops to schedule, all schedules together."""
         one_s = _COMPILED_S if self.compiled else _PLAIN_S
         if any(self.readings[0].family.may_leave):
-            one_s *= 3
+            one_s *= 2.5
         most = int(_USE * self.options.time_limit_s / one_s)
         return max(_FEWEST * self.readings[0].ops, min(_MOST * self.readings[0].ops, most))
 
@@ -227,8 +227,15 @@ def _least_makespan(flat: Flat) -> int:
     return least
 
 
-def search_plans(problem: Problem, options: PlannerOptions) -> Iterator[Plan]:
-    """The plans of a search, likely best first. Raises ``Infeasible``."""
+def search_plans(
+    problem: Problem, options: PlannerOptions, deadline_s: float | None = None
+) -> Iterator[Plan]:
+    """The plans of a search, likely best first. Raises ``Infeasible``.
+
+    ``deadline_s``: when to stop at the latest, by ``time.monotonic``; default: the time limit.
+    """
     search = Search(problem, options)
+    if deadline_s is not None:
+        search.deadline = deadline_s
     for found in search.run():
         yield realise(problem, found.reading.flat, found.times(), "search")
