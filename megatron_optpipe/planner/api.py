@@ -8,11 +8,13 @@ from types import MappingProxyType
 
 from megatron_optpipe.core.check import require_valid
 from megatron_optpipe.core.errors import Deadlock, OptPipeError
+from megatron_optpipe.core.op import TIME_TOLERANCE_MS
 from megatron_optpipe.core.plan import Plan
 from megatron_optpipe.core.problem import Problem
 from megatron_optpipe.core.timing import time_orders
 from megatron_optpipe.planner.adaoffload import adaoffload, greedy
 from megatron_optpipe.planner.auto import auto, incumbent, searched
+from megatron_optpipe.planner.cache import PlanCache
 from megatron_optpipe.planner.feasible import Infeasible
 from megatron_optpipe.planner.milp import MilpOptions, solve
 from megatron_optpipe.planner.options import PlannerOptions
@@ -35,8 +37,33 @@ def make_plan(problem: Problem, options: PlannerOptions | None = None) -> Plan:
         raise OptPipeError(
             f"method = {options.method!r}: must be one of {', '.join(sorted(METHODS))}"
         )
+    if options.cache_dir is None or options.method not in _CACHED:
+        plan = method(problem, options)
+        require_valid(problem, plan)
+        return plan
+    return _with_cache(method, problem, options, PlanCache(options.cache_dir))
+
+
+def _with_cache(
+    method: Method, problem: Problem, options: PlannerOptions, cache: PlanCache
+) -> Plan:
+    """The plan kept for this problem; else a new one, or an earlier problem's where that is better.
+
+    An earlier plan of a similar problem is re-timed and checked by the cache.
+    """
+    kept = cache.get(problem, options)
+    if kept is not None:
+        return kept
+    earlier = cache.nearest(problem)
     plan = method(problem, options)
+    if earlier is not None and earlier.makespan_ms < plan.makespan_ms - TIME_TOLERANCE_MS:
+        plan = dataclasses.replace(
+            earlier,
+            lower_bound_ms=plan.lower_bound_ms,
+            solver_status=f"{plan.solver_status}; an earlier plan for a similar problem is better",
+        )
     require_valid(problem, plan)
+    cache.put(problem, options, plan)
     return plan
 
 
@@ -71,6 +98,9 @@ def _milp(problem: Problem, options: PlannerOptions) -> Plan:
         solver_status=answer.status,
     )
 
+
+_CACHED = ("search", "milp", "auto")
+"""The methods whose plans are worth keeping: the others take no time."""
 
 METHODS: Mapping[str, Method] = MappingProxyType(
     {
