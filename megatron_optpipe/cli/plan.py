@@ -49,7 +49,7 @@ from megatron_optpipe.cli.files import read_plannable, require_writable
     "--max-microbatches",
     type=click.IntRange(min=1),
     default=None,
-    help="Solve at most so many microbatches and unroll the rest.",
+    help="Look for the shape of a plan on at most so many microbatches.",
 )
 @click.option(
     "--offload-strategy",

@@ -21,7 +21,7 @@ class PlannerOptions:
     mipgap: float = 0.0
     """Relative gap at which the solver may stop."""
     max_microbatches: int | None = None
-    """Solve at most so many microbatches and unroll the rest; ``None``: decided by size."""
+    """Look for the shape of a plan on at most so many microbatches; ``None``: decided by size."""
     offload_strategy: str = "auto"
     """``aggressive``: offload whatever stays away long enough; ``conservative``: only what memory
     needs; ``auto``: whichever plan is shorter, then whichever moves fewer bytes."""
