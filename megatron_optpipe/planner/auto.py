@@ -22,6 +22,10 @@ from megatron_optpipe.planner.search import search_plans
 from megatron_optpipe.planner.settle import is_small, settle
 
 _SEARCH_SHARE_SMALL, _SEARCH_SHARE = 0.25, 0.8
+_STARTS = 2
+"""So many of the known plans are given to the search to improve."""
+_FEW_CLASSICS_OPS, _FEW_CLASSICS = 60_000, ("1f1b", "zb-h1")
+"""Above so many ops only these classic orders are worth their time."""
 _BOUND_SHARE, _BOUND_MOST_S = 0.1, 3.0
 _LARGE_OPS = 20_000
 """From so many compute ops on, the compiled scheduler is worth loading for the first plan."""
@@ -29,15 +33,23 @@ _PLAN_S_PER_OP = 6e-5
 """What turning a schedule into a checked plan takes for each compute op, with room to spare."""
 
 
-def incumbent(problem: Problem, *, compiled: bool = False) -> Plan:
+def incumbent(problem: Problem) -> Plan:
     """The best of AdaOffload and the classic orders that fit. Raises ``Infeasible``."""
+    return shortest(problem, incumbents(problem))
+
+
+def incumbents(problem: Problem, *, compiled: bool = False) -> list[Plan]:
+    """AdaOffload and the classic orders that fit. Raises ``Infeasible``."""
     plans = [adaoffload(problem, compiled=compiled)]
+    large = 3 * problem.num_stages * problem.num_microbatches > _FEW_CLASSICS_OPS
     for name, orders in CLASSIC_ORDERS.items():
+        if large and name not in _FEW_CLASSICS:
+            continue
         try:
             plans.append(time_orders(problem, orders(problem), method=name))
         except (Deadlock, OptPipeError):
             continue  # does not fit, or is not made for this placement
-    return shortest(problem, plans)
+    return plans
 
 
 def shortest(problem: Problem, plans: list[Plan]) -> Plan:
@@ -62,8 +74,9 @@ def _searched(problem: Problem, options: PlannerOptions, limit_s: float) -> Plan
     ops = 3 * problem.num_stages * problem.num_microbatches
     deadline_s = time.monotonic() + max(0.0, limit_s - 2 * ops * _PLAN_S_PER_OP)
     compiled = ops > _LARGE_OPS and compiled_for(options.time_limit_s)
-    best = incumbent(problem, compiled=compiled)
-    return shortest(problem, [best, *search_plans(problem, options, deadline_s)])
+    known = incumbents(problem, compiled=compiled)
+    starts = sorted(known, key=lambda plan: plan.makespan_ms)[:_STARTS]
+    return shortest(problem, [*search_plans(problem, options, deadline_s, starts), *known])
 
 
 def auto(problem: Problem, options: PlannerOptions) -> Plan:

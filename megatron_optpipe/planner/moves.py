@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from megatron_optpipe.core.plan import Plan
 from megatron_optpipe.planner.families import Family
 from megatron_optpipe.planner.flat import NO_LIMIT
 from megatron_optpipe.planner.listsched import Keys, Rules
@@ -20,6 +21,25 @@ class Point(NamedTuple):
 
     keys: Keys
     rules: Rules
+
+
+def points_of(plan: Plan, family: Family, tick_ms: float) -> list[Point]:
+    """Ways to have the list scheduler follow a plan: its starts are the keys of its ops."""
+    flat, m = family.flat, family.flat.num_microbatches
+    keys = {kind: np.zeros(flat.num_stages * m, np.int64) for kind in "FBW"}
+    leave = np.zeros(flat.num_stages * m, np.int64)
+    for device in plan.devices:
+        for op, start_ms in device.compute:
+            keys[op.kind][op.stage * m + op.microbatch] = round(start_ms / tick_ms)
+        for op, _ in device.offload:
+            leave[op.stage * m + op.microbatch] = 1
+    leave *= family.may_leave[family.stage]
+    followed = Keys(keys["F"], keys["B"], keys["W"], leave, np.full(flat.num_stages, m, np.int64))
+    return [
+        Point(followed, Rules(patience=patience, slack=slack))
+        for patience in (0, 1024)
+        for slack in (0, family.unit, NO_LIMIT)
+    ]
 
 
 def neighbour(point: Point, family: Family, dice: random.Random) -> Point:

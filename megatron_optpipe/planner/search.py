@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from megatron_optpipe.core.plan import Plan
@@ -18,7 +18,7 @@ from megatron_optpipe.planner.families import Family, Shape, known_shapes, mutat
 from megatron_optpipe.planner.feasible import Mode, modes
 from megatron_optpipe.planner.flat import Flat
 from megatron_optpipe.planner.listsched import ListScheduler, Times, compiled_for
-from megatron_optpipe.planner.moves import Point, neighbour
+from megatron_optpipe.planner.moves import Point, neighbour, points_of
 from megatron_optpipe.planner.options import PlannerOptions
 from megatron_optpipe.planner.realise import realise
 
@@ -37,6 +37,8 @@ _LONG_OPS, _SHORT_PER_DEVICE = 2_000, 2
 _ELITE, _PARENTS, _CLIMBS = 16, 6, 3
 _FEWEST, _MOST = 20, 30_000
 """Schedules of the whole problem that the budget pays for."""
+_LARGE_OPS = 20_000
+"""From so many ops on only the best schedule is made a plan."""
 _STUCK = 1 << 61
 
 
@@ -74,8 +76,11 @@ class Found:
 class Search:
     """One search; ``run`` gives the best schedules found, at most one a reading."""
 
-    def __init__(self, problem: Problem, options: PlannerOptions) -> None:
+    def __init__(
+        self, problem: Problem, options: PlannerOptions, starts: Sequence[Plan] = ()
+    ) -> None:
         self.problem = problem
+        self.starts = starts
         self.options = options
         self.dice = random.Random(options.seed)
         self.deadline = time.monotonic() + options.time_limit_s
@@ -141,15 +146,23 @@ class Search:
 
     def _climbs(self, work: int) -> list[Found]:
         """Local search from the best shapes of all readings."""
-        starts = sorted(
-            ((entry[0], index, entry[2]) for index, r in enumerate(self.readings)
-             for entry in r.elite[:_CLIMBS]), key=lambda start: start[:2],
-        )[:_CLIMBS]  # fmt: skip
-        found: list[Found] = []
-        for _, index, shape in starts:
-            reading = self.readings[index]
-            point = Point(*reading.family.keys(shape))
-            found.append(self._climb(reading, point, work // reading.ops // len(starts)))
+        starts = [
+            (makespan, index, Point(*reading.family.keys(shape)))
+            for index, reading in enumerate(self.readings)
+            for makespan, _, shape in reading.elite[:_CLIMBS]
+        ]
+        for index, reading in enumerate(self.readings):
+            if reading.flat.z_first:
+                continue
+            for plan in self.starts:
+                for point in points_of(plan, reading.family, self.tick_ms):
+                    starts.append((self._value(reading, point), index, point))
+        starts = sorted(starts, key=lambda start: start[:2])[:_CLIMBS]
+        found = [
+            self._climb(self.readings[i], point, work // self.readings[i].ops // len(starts))
+            for makespan, i, point in starts
+            if makespan < _STUCK
+        ]
         return sorted(found, key=lambda f: f.makespan)
 
     def _stop(self, best: int) -> bool:
@@ -228,14 +241,18 @@ def _least_makespan(flat: Flat) -> int:
 
 
 def search_plans(
-    problem: Problem, options: PlannerOptions, deadline_s: float | None = None
+    problem: Problem,
+    options: PlannerOptions,
+    deadline_s: float | None = None,
+    starts: Sequence[Plan] = (),
 ) -> Iterator[Plan]:
-    """The plans of a search, likely best first. Raises ``Infeasible``.
+    """The best plans of a search (its second is at times the better plan). Raises ``Infeasible``.
 
     ``deadline_s``: when to stop at the latest, by ``time.monotonic``; default: the time limit.
+    ``starts``: valid plans to improve, beside what the search finds by itself.
     """
-    search = Search(problem, options)
+    search = Search(problem, options, starts)
     if deadline_s is not None:
         search.deadline = deadline_s
-    for found in search.run():
+    for found in search.run()[: 1 if search.readings[0].ops > _LARGE_OPS else 2]:
         yield realise(problem, found.reading.flat, found.times(), "search")
