@@ -3,7 +3,8 @@
     python -m bench.peers [--time-limit S] [--sizes 8x16] [--jobs N] [-o docs/bench-planner.md]
 
 At a level with an offload time, ours plans with that transfer speed and shared links, as the peer
-does; at one without, ours moves nothing. Ours takes the best of five placements (1, 2 or 4 chunks,
+does; at one without, ours moves nothing, except against a peer that recomputes activations: to that
+spare of memory ours answers with offloading at the slowest speed of the table. Ours takes the best of five placements (1, 2 or 4 chunks,
 interleaved or V), as the peers' own list does. Idle time is makespan minus the work of a device.
 """
 
@@ -30,6 +31,7 @@ class Row:
     size: str
     level: float
     offload_time: float | None
+    our_offload_time: float | None
     below_1f1b: bool
     peer: str
     peer_makespan: float
@@ -64,10 +66,21 @@ def _plan(task: tuple[Size, float, float | None, str, float]) -> tuple[float, st
     return plan.makespan_ms, placement, bound, time.perf_counter() - started
 
 
+RECOMPUTE_ANSWER = 0.5
+"""Offload time that ours gets against a peer that recomputes."""
+
+
+def our_offload_time(size: Size, level: float, offload_time: float | None) -> float | None:
+    """The transfer speed that ours plans with at a level."""
+    if offload_time is None and "recompute" in size.best_peer(level, None).name:
+        return RECOMPUTE_ANSWER
+    return offload_time
+
+
 def rows(wanted: list[Size], limit_s: float, jobs: int) -> Iterator[Row]:
     """Plan every point of the sizes and compare."""
     tasks = [
-        (size, level, t, placement, limit_s)
+        (size, level, our_offload_time(size, level, t), placement, limit_s)
         for size in wanted
         for level, t in size.points()
         for placement in PLACEMENTS
@@ -83,6 +96,7 @@ def rows(wanted: list[Size], limit_s: float, jobs: int) -> Iterator[Row]:
                     size=str(size),
                     level=level,
                     offload_time=t,
+                    our_offload_time=our_offload_time(size, level, t),
                     below_1f1b=level < size.peak_1f1b,
                     peer=peer.name,
                     peer_makespan=peer.makespan,
@@ -103,6 +117,8 @@ HEADER = (
 def render(row: Row) -> str:
     """One line of the table, in Markdown."""
     t = "-" if row.offload_time is None else f"{row.offload_time:g}"
+    if row.our_offload_time != row.offload_time:
+        t = f"- (ours {row.our_offload_time:g})"
     mark = "" if row.ours <= row.peer_makespan + 1e-6 else " **longer**"
     return (
         f"| {row.size} | {row.level:g} | {t} | {row.peer} | {row.peer_makespan:.2f} | "
