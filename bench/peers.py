@@ -4,8 +4,9 @@
 
 At a level with an offload time, ours plans with that transfer speed and shared links, as the peer
 does; at one without, ours moves nothing, except against a peer that recomputes activations: to that
-spare of memory ours answers with offloading at the slowest speed of the table. Ours takes the best of five placements (1, 2 or 4 chunks,
-interleaved or V), as the peers' own list does. Idle time is makespan minus the work of a device.
+spare of memory ours answers with offloading at the slowest speed of the table. Ours takes the best
+of five placements (1, 2 or 4 chunks, interleaved or V), as the peers' own list does. Idle time is
+makespan minus the work of a device.
 """
 
 from __future__ import annotations
