@@ -18,7 +18,7 @@ from megatron_optpipe.core.problem import Problem
 from megatron_optpipe.planner.bound_device import preemptive_makespan_ms
 from megatron_optpipe.planner.bound_energy import energy_bound_ms
 from megatron_optpipe.planner.bound_memory import NeverFits, memory_arcs
-from megatron_optpipe.planner.milp_windows import NothingBelow, find_windows
+from megatron_optpipe.planner.milp_windows import NothingBelow, tight_windows
 from megatron_optpipe.planner.network import Arc, Cycle, Network
 
 MAX_ARC_OPS = 8_000
@@ -106,17 +106,8 @@ def _horizon_test(
 
 def _contradiction(network: Network, arcs: list[Arc], horizon_ms: float) -> bool:
     """Whether no plan ends by ``horizon_ms``; False: not known."""
-    found = list(arcs)
     try:
-        for _ in range(4):
-            before = len(found)
-            windows = find_windows(network, found, horizon_ms)
-            found += windows.forced
-            if _one_machine_ms(network, found) > horizon_ms + 1e-6:
-                return True
-            found += memory_arcs(network, found)
-            if len(found) == before:
-                return False
-    except (NothingBelow, NeverFits, Cycle):
+        windows = tight_windows(network, arcs, horizon_ms)
+        return _one_machine_ms(network, [*arcs, *windows.forced]) > horizon_ms + 1e-6
+    except NothingBelow:
         return True
-    return False

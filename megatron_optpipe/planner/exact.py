@@ -18,9 +18,8 @@ from megatron_optpipe.core.op import COMPUTE, Op
 from megatron_optpipe.core.plan import Plan
 from megatron_optpipe.core.problem import Problem
 from megatron_optpipe.core.timing import Orders, plan_from_starts, retime
-from megatron_optpipe.planner.bound_memory import NeverFits, memory_arcs
-from megatron_optpipe.planner.milp_windows import NothingBelow, Windows, find_windows
-from megatron_optpipe.planner.network import Arc, Cycle, Network
+from megatron_optpipe.planner.milp_windows import NothingBelow, Windows, tight_windows
+from megatron_optpipe.planner.network import Network
 
 SLACK_MS = 1e-7
 BEAT_MS = 2e-6
@@ -66,8 +65,9 @@ def solve_exactly(
             )
     while True:
         horizon = best.makespan_ms - BEAT_MS if best is not None else total
-        windows = _windows(network, horizon)
-        if windows is None:
+        try:
+            windows = tight_windows(network, [], horizon)
+        except NothingBelow:
             return ExactResult(found, True, states)
         search = _Search(problem, network, windows, deadline, max_states - states)
         try:
@@ -81,22 +81,6 @@ def solve_exactly(
         if plan is None or (best is not None and plan.makespan_ms >= best.makespan_ms):
             return ExactResult(found, False, states)  # a defect of the search: claim nothing
         best = found = plan
-
-
-def _windows(network: Network, horizon_ms: float) -> Windows | None:
-    """Windows and forced arcs below the horizon; None where they contradict each other."""
-    arcs: list[Arc] = []
-    try:
-        for _ in range(6):
-            before = len(arcs)
-            arcs += memory_arcs(network, arcs)
-            windows = find_windows(network, arcs, horizon_ms)
-            arcs += windows.forced
-            if len(arcs) == before:
-                break
-    except (NothingBelow, NeverFits, Cycle):
-        return None
-    return Windows(windows.earliest_ms, windows.latest_ms, arcs, windows.ancestors)
 
 
 def _plan(problem: Problem, starts: dict[Op, float]) -> Plan | None:

@@ -7,7 +7,6 @@ switch on, and the plan is checked; where that fails the incumbent stays. See do
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
@@ -21,12 +20,12 @@ from megatron_optpipe.planner.backends import SOLVERS
 from megatron_optpipe.planner.cuts import add_cuts
 from megatron_optpipe.planner.milp_constraints import add_constraints
 from megatron_optpipe.planner.milp_model import ConditionalArc, Floats, Model, value_of
+from megatron_optpipe.planner.milp_result import SHORTER_MS, MilpResult, warned
 from megatron_optpipe.planner.milp_variables import Reductions, Variables
 from megatron_optpipe.planner.milp_windows import NothingBelow
 from megatron_optpipe.planner.network import Cycle, Network
 
 MAX_COLUMNS = 200_000
-SHORTER_MS = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,17 +34,9 @@ class MilpOptions:
 
     reductions: Reductions = field(default_factory=Reductions)
     mip_gap: float = 0.0
-    backend: str = "scipy"
-
-
-@dataclass(frozen=True, slots=True)
-class MilpResult:
-    """A checked plan (or None), a proven lower bound (or None), and how the solver stopped."""
-
-    plan: Plan | None
-    lower_bound_ms: float | None
-    status: str
-    nodes: int = 0
+    backend: str = "auto"
+    """``auto``: CP-SAT where it is installed (``settle``), else scipy; ``scipy``; ``cp-sat``;
+    ``inline``: scipy in this process, for tests."""
 
 
 def build(
@@ -81,7 +72,7 @@ def solve(
         variables = build(problem, horizon, options.reductions)
     except NothingBelow:
         if incumbent is not None:
-            return _warned(None, "failed: the model excludes the plan in hand")
+            return warned("failed: the model excludes the plan in hand")
         return MilpResult(None, None, "infeasible")
     if len(variables.model.lower) > MAX_COLUMNS:
         return MilpResult(None, None, f"skipped: {len(variables.model.lower)} variables")
@@ -129,18 +120,18 @@ def _solve_model(
 ) -> MilpResult:
     begun = time.monotonic()
     arrays = variables.model.arrays(variables.makespan)
-    solver = SOLVERS[options.backend]
+    solver = SOLVERS[options.backend if options.backend in SOLVERS else "scipy"]
     answer = solver(arrays, time_limit_s, mip_gap=options.mip_gap)
     if answer.status == "infeasible" and feasible:
         # A plan exists, so the claim is false; presolve is the usual culprit.
         left = time_limit_s - (time.monotonic() - begun)
         answer = solver(arrays, left, mip_gap=options.mip_gap, presolve=False)
         if answer.status == "infeasible":
-            return _warned(None, "failed: infeasible, although a plan exists")
+            return warned("failed: infeasible, although a plan exists")
     if answer.failed:
-        return _warned(None, answer.status)
+        return warned(answer.status)
     if answer.x is None and answer.status == "time limit" and feasible:
-        return _warned(None, "time limit without a solution")
+        return warned("time limit without a solution")
     bound = None
     if answer.bound is not None:
         bound = max(0.0, answer.bound * (1 - 1e-6) / variables.scale)
@@ -148,7 +139,7 @@ def _solve_model(
     if answer.x is not None:
         plan = plan_of(problem, variables.network, variables.model, variables, answer.x)
         if plan is None:
-            return _warned(None, "failed: the rounded solution is no valid plan")
+            return warned("failed: the rounded solution is no valid plan")
     return MilpResult(plan, bound, answer.status, answer.nodes)
 
 
@@ -212,7 +203,3 @@ def _enough_ms(problem: Problem) -> float:
             total += one * problem.num_microbatches
     return total
 
-
-def _warned(plan: Plan | None, status: str) -> MilpResult:
-    warnings.warn(f"milp: {status}; the plan in hand is kept", RuntimeWarning, stacklevel=3)
-    return MilpResult(plan, None, status)

@@ -20,7 +20,7 @@ from megatron_optpipe.planner.milp_model import (
     Literal,
     Model,
 )
-from megatron_optpipe.planner.milp_windows import find_windows
+from megatron_optpipe.planner.milp_windows import tight_windows
 from megatron_optpipe.planner.network import Arc, Network
 
 
@@ -32,6 +32,8 @@ class Reductions:
     """Transfers of one stage and direction in microbatch order."""
     windows: bool = True
     """Orders forced by time windows below the incumbent's makespan are fixed."""
+    memory_arcs: bool = True
+    """Releases that must precede an allocation whatever the plan are ordered before it."""
     triangle_cuts: bool = True
     cover_cuts: bool = True
 
@@ -60,8 +62,9 @@ class Variables:
         self.network = Network.of_compute(problem)
         self.free = self._free_numbers(free)
         fixed = self._kept_order() if self.kept_start else []
-        windows = find_windows(
-            self.network, fixed, horizon_ms, fix=reductions.windows,
+        windows = tight_windows(
+            self.network, fixed, horizon_ms,
+            fix=reductions.windows, memory=reductions.memory_arcs,
             free=self.free if self.kept_start else None,
         )
         self.arcs: list[Arc] = [*self.network.arcs, *fixed, *windows.forced]

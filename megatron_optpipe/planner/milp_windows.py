@@ -12,9 +12,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megatron_optpipe.planner.bound_memory import NeverFits, memory_arcs
 from megatron_optpipe.planner.network import Arc, Cycle, Network
 
 MAX_ROUNDS = 20
+MAX_TIGHTENINGS = 6
 SLACK_MS = 1e-7
 
 
@@ -83,3 +85,31 @@ def find_windows(
             break
         forced += found
     return Windows(head.tolist(), latest.tolist(), forced, ancestors)
+
+
+def tight_windows(
+    network: Network,
+    extra: Collection[Arc],
+    horizon_ms: float,
+    *,
+    fix: bool = True,
+    memory: bool = True,
+    free: Collection[int] | None = None,
+) -> Windows:
+    """Windows together with what the memory limits imply (``memory``), until nothing moves.
+
+    ``forced`` of the result holds both kinds of arcs. Raises ``NothingBelow``.
+    """
+    forced: list[Arc] = []
+    for _ in range(MAX_TIGHTENINGS):
+        before = len(forced)
+        try:
+            if memory:
+                forced += memory_arcs(network, [*extra, *forced])
+            windows = find_windows(network, [*extra, *forced], horizon_ms, fix=fix, free=free)
+        except (NeverFits, Cycle):
+            raise NothingBelow("the memory limits and the orders contradict each other") from None
+        forced += windows.forced
+        if len(forced) == before or not memory:
+            break
+    return Windows(windows.earliest_ms, windows.latest_ms, forced, windows.ancestors)

@@ -21,7 +21,11 @@ def realise(problem: Problem, flat: Flat, times: Times, method: str) -> Plan:
     """The plan of a schedule of either reading. Every memory release that the schedule has before
     an allocation stays before it, so the plan keeps rules 7 and 8 whatever the rounding of ticks.
     """
-    events = _events(flat, times)
+    return realise_events(problem, _events(flat, times), method)
+
+
+def realise_events(problem: Problem, events: list[Event], method: str) -> Plan:
+    """The plan of ops with starts and ends in ticks: their orders and waits, earliest times."""
     events.sort()
     compute: list[list[Op]] = [[] for _ in problem.devices]
     offload: list[list[Op]] = [[] for _ in problem.devices]

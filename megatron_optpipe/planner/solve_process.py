@@ -68,8 +68,18 @@ def solve(
     request = io.BytesIO()
     named: dict[str, Any] = arrays._asdict()
     np.savez(request, settings=np.array(json.dumps(settings)), **named)
+    left = time_limit_s + GRACE_S - (time.monotonic() - begun)
+    output = run_child(child or CHILD, request.getvalue(), left)
+    return output if isinstance(output, Answer) else _read(arrays, output)
+
+
+def run_child(script: Path, request: bytes, limit_s: float) -> bytes | Answer:
+    """What a script writes for a request on its stdin; an ``Answer`` says how it failed.
+
+    After ``limit_s`` it is killed.
+    """
     process = subprocess.Popen(
-        [sys.executable, str(child or CHILD)],
+        [sys.executable, str(script)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -77,15 +87,14 @@ def solve(
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     try:
-        left = time_limit_s + GRACE_S - (time.monotonic() - begun)
-        output, errors = process.communicate(request.getvalue(), timeout=max(0.1, left))
+        output, errors = process.communicate(request, timeout=max(0.1, limit_s))
     except subprocess.TimeoutExpired:
         return Answer("failed: killed, it did not stop at its time limit")
     finally:
         _end(process)
     if process.returncode:
         return Answer(f"failed: {_why(process.returncode, errors)}")
-    return _read(arrays, output)
+    return output
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -19,7 +19,7 @@ from tests.planner.small_problems import small_problem
 
 INLINE = MilpOptions(backend="inline")
 ALL = Reductions()
-SWITCHES = ("symmetry", "windows", "triangle_cuts", "cover_cuts")
+SWITCHES = ("symmetry", "windows", "memory_arcs", "triangle_cuts", "cover_cuts")
 
 
 def _greedy(problem: Problem) -> Plan:
@@ -64,7 +64,7 @@ def test_reductions_make_the_model_smaller() -> None:
     problem = small_problem(8)
     horizon = _greedy(problem).makespan_ms
     full = build(problem, horizon, ALL).model
-    bare = build(problem, horizon, Reductions(False, False, False, False)).model
+    bare = build(problem, horizon, Reductions(False, False, False, False, False)).model
     assert full.num_binaries < bare.num_binaries
     with_cuts = build(problem, horizon, Reductions(cover_cuts=True, triangle_cuts=True)).model
     without = build(problem, horizon, Reductions(cover_cuts=False, triangle_cuts=False)).model
