@@ -78,19 +78,21 @@ def our_offload_time(size: Size, level: float, offload_time: float | None) -> fl
     return offload_time
 
 
-def rows(wanted: list[Size], limit_s: float, jobs: int) -> Iterator[Row]:
+def rows(
+    wanted: list[Size], limit_s: float, jobs: int, placements: tuple[str, ...] = PLACEMENTS
+) -> Iterator[Row]:
     """Plan every point of the sizes and compare."""
     tasks = [
         (size, level, our_offload_time(size, level, t), placement, limit_s)
         for size in wanted
         for level, t in size.points()
-        for placement in PLACEMENTS
+        for placement in placements
     ]
     with ProcessPoolExecutor(jobs) as pool:
         results = pool.map(_plan, tasks)
         for size in wanted:
             for level, t in size.points():
-                found = [next(results) for _ in PLACEMENTS]
+                found = [next(results) for _ in placements]
                 ours, placement, _, _ = min(found)
                 peer = size.best_peer(level, t)
                 yield Row(
@@ -143,6 +145,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--time-limit", type=float, default=10.0, help="seconds a plan")
     parser.add_argument("--sizes", nargs="*", help="such as 8x16; default: all")
+    parser.add_argument("--placements", nargs="*", default=PLACEMENTS, choices=PLACEMENTS)
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--json", type=Path, help="write the rows here as well")
     args = parser.parse_args()
@@ -153,7 +156,7 @@ def main() -> int:
     ]
     print(HEADER, flush=True)
     found = []
-    for row in rows(wanted, args.time_limit, args.jobs):
+    for row in rows(wanted, args.time_limit, args.jobs, tuple(args.placements)):
         found.append(row)
         print(render(row), flush=True)
     print(f"\n{verdict(found)}")
