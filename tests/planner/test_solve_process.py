@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from megatron_optpipe.planner import make_plan, solve_process
-from megatron_optpipe.planner.milp import MilpOptions, build, solve
+from megatron_optpipe.planner.milp import build, solve
 from megatron_optpipe.planner.milp_model import Arrays
 from megatron_optpipe.planner.milp_variables import Reductions
 from megatron_optpipe.planner.options import PlannerOptions
@@ -156,4 +156,3 @@ def test_inline_and_process_agree() -> None:
     assert one.x is not None
     assert two.x is not None
     assert one.x[arrays_of.makespan] == pytest.approx(two.x[arrays_of.makespan])
-    assert MilpOptions().backend == "scipy"
