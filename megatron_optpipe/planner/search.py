@@ -22,7 +22,7 @@ from megatron_optpipe.planner.moves import Point, neighbour, points_of
 from megatron_optpipe.planner.options import PlannerOptions
 from megatron_optpipe.planner.realise import realise
 
-_PLAIN_S, _COMPILED_S = 16e-6, 0.55e-6
+_PLAIN_S, _COMPILED_S = 20e-6, 0.55e-6
 """Expected time to schedule one op, without offload; with, 2.5 times as much."""
 _USE = 0.6
 """Share of the time limit that the expected time of the search may fill."""
@@ -110,7 +110,7 @@ class Search:
         total = self.budget()
         seeds = [self._allowed(shape) for shape in known_shapes(self.readings[0].family)]
         spent = 0
-        if self.readings[0].ops > _LONG_OPS and self._short_microbatches() is not None:
+        if self._short_microbatches() is not None:
             spent = int(total * _SHORT)
             seeds = self._on_a_shorter_problem(seeds, spent)
         ahead, behind = self.readings[::2], self.readings[1::2]
@@ -127,9 +127,10 @@ class Search:
 
     def _short_microbatches(self) -> int | None:
         """Microbatches of the shorter problem; None where it would not be much shorter."""
-        short = _SHORT_PER_DEVICE * self.problem.num_devices
-        if self.options.max_microbatches is not None:
-            short = min(short, self.options.max_microbatches)
+        asked = self.options.max_microbatches
+        if asked is None and self.readings[0].ops <= _LONG_OPS:
+            return None
+        short = asked or _SHORT_PER_DEVICE * self.problem.num_devices
         return short if 3 * short <= 2 * self.problem.num_microbatches else None
 
     def _on_a_shorter_problem(self, seeds: list[Shape], work: int) -> list[Shape]:
