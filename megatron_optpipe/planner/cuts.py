@@ -8,9 +8,11 @@ from megatron_optpipe.planner.milp_constraints import (
     taken,
     transfers_of,
 )
+from megatron_optpipe.planner.milp_model import Literal
 from megatron_optpipe.planner.milp_variables import Variables
 
-MAX_TRIANGLES = 20_000
+MAX_TRIANGLES = 1_000
+"""More than so many rows cost HiGHS more than they save (bench/reductions.py)."""
 
 
 def add_cuts(v: Variables) -> None:
@@ -22,8 +24,11 @@ def add_cuts(v: Variables) -> None:
 
 
 def triangle_cuts(v: Variables) -> int:
-    """No circles of three: P(a,b) + P(b,c) + P(c,a) <= 2 on each device. Returns their number."""
-    added = 0
+    """No circles of three: P(a,b) + P(b,c) + P(c,a) <= 2 on each device, both ways round.
+
+    All of them or, where they are too many, none. Returns how many rows were added.
+    """
+    triples: list[tuple[Literal, Literal, Literal]] = []
     for own in compute_by_device(v):
         for x, a in enumerate(own):
             for y in range(x + 1, len(own)):
@@ -34,17 +39,15 @@ def triangle_cuts(v: Variables) -> int:
                 for c in own[y + 1 :]:
                     if v.is_kept(c) and (v.is_kept(a) or v.is_kept(b)):
                         continue
-                    bc, ca = v.order(b, c), v.order(c, a)
-                    if sum(1 for literal in (ab, bc, ca) if literal.factor) < 2:
-                        continue
-                    v.model.at_most([(ab, 1.0), (bc, 1.0), (ca, 1.0)], 2.0)
-                    v.model.at_most(
-                        [(ab.negated(), 1.0), (bc.negated(), 1.0), (ca.negated(), 1.0)], 2.0
-                    )
-                    added += 2
-                    if added >= MAX_TRIANGLES:
-                        return added
-    return added
+                    triple = (ab, v.order(b, c), v.order(c, a))
+                    if sum(1 for literal in triple if literal.factor) >= 2:
+                        triples.append(triple)
+                        if 2 * len(triples) > MAX_TRIANGLES:
+                            return 0
+    for triple in triples:
+        v.model.at_most([(literal, 1.0) for literal in triple], 2.0)
+        v.model.at_most([(literal.negated(), 1.0) for literal in triple], 2.0)
+    return 2 * len(triples)
 
 
 def cover_cuts(v: Variables) -> int:
