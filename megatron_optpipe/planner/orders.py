@@ -41,16 +41,24 @@ def one_f_one_b(problem: Problem) -> Orders:
 def zb_h1(problem: Problem) -> Orders:
     """ZB-H1: the forwards of 1F1B, W of the i-th device deferred by i microbatches.
 
-    Raises ``OptPipeError`` where a device owns stages that do not follow each other.
+    With several chunks a device the forwards of interleaved 1F1B, W deferred by i chunks.
+    Raises ``OptPipeError`` for another placement with stages that do not follow each other.
     """
+    if _is_interleaved(problem):
+        return _interleave(problem, "zb-h1", ahead=1, deferral=1)
     return _one_forward_one_backward(problem, "zb-h1", ahead=1, deferral=1)
 
 
 def zb_h2(problem: Problem) -> Orders:
     """ZB-H2: twice the forwards ahead of 1F1B, W deferred by 2i microbatches.
 
-    Raises ``OptPipeError`` where a device owns stages that do not follow each other.
+    With several chunks a device the later devices of interleaved 1F1B run more forwards ahead, W
+    deferred by 2i chunks. (On the first device there is no room for more: its forwards of the next
+    group would wait for backwards that wait for it.)
+    Raises ``OptPipeError`` for another placement with stages that do not follow each other.
     """
+    if _is_interleaved(problem):
+        return _interleave(problem, "zb-h2", ahead=2, deferral=2)
     return _one_forward_one_backward(problem, "zb-h2", ahead=2, deferral=2)
 
 
@@ -60,41 +68,13 @@ def interleaved(problem: Problem) -> Orders:
     Raises ``OptPipeError`` unless ``stage_device`` is 0..D-1 repeated at least twice and the
     microbatches are a multiple of D.
     """
-    devices, count = problem.num_devices, problem.num_microbatches
-    chunks = problem.num_stages // devices
-    if chunks < 2 or problem.stage_device != tuple(range(devices)) * chunks:
+    if not _is_interleaved(problem):
         raise OptPipeError(
-            f"interleaved: stage_device = {list(problem.stage_device)} must be 0..{devices - 1} "
-            "repeated at least twice; choose another method or placement"
+            f"interleaved: stage_device = {list(problem.stage_device)} must be "
+            f"0..{problem.num_devices - 1} repeated at least twice; choose another method or "
+            "placement"
         )
-    if count % devices:
-        raise OptPipeError(
-            f"interleaved: num_microbatches = {count} must be a multiple of the {devices} devices; "
-            "change the batch or choose another method"
-        )
-    total, period = count * chunks, devices * chunks
-
-    def position(k: int, *, forward: bool) -> tuple[int, int]:
-        chunk = (k % period) // devices
-        return chunk if forward else chunks - 1 - chunk, k // period * devices + k % devices
-
-    compute = []
-    for device in range(devices):
-        if count == devices:
-            warmup = total
-        else:
-            warmup = min(total, 2 * (devices - device - 1) + (chunks - 1) * devices)
-        lane = []
-        for k in range(warmup + total):
-            if k < total:
-                chunk, j = position(k, forward=True)
-                lane.append(Op("F", chunk * devices + device, j))
-            if k >= warmup:
-                chunk, j = position(k - warmup, forward=False)
-                stage = chunk * devices + device
-                lane += [Op("B", stage, j), Op("W", stage, j)]
-        compute.append(tuple(lane))
-    return _compute_only(compute)
+    return _interleave(problem, "interleaved", ahead=1, deferral=0)
 
 
 CLASSIC_ORDERS: Mapping[str, Callable[[Problem], Orders]] = MappingProxyType(
@@ -144,6 +124,50 @@ def _one_forward_one_backward(
                     lane.append(Op("W", stage, j - lag))
         lanes[device] = tuple(lane)
     return _compute_only(lanes)
+
+
+def _is_interleaved(problem: Problem) -> bool:
+    chunks = problem.num_stages // problem.num_devices
+    return chunks >= 2 and problem.stage_device == tuple(range(problem.num_devices)) * chunks
+
+
+def _interleave(problem: Problem, name: str, *, ahead: int, deferral: int) -> Orders:
+    """Groups of D microbatches, one chunk after the other; F and B in turn after the warm-up.
+
+    Beyond those that its other chunks ask for, the i-th device runs 2 (D - 1 - i) forwards ahead
+    (``ahead`` 1, Megatron's), or 2 (D - 1) - i (``ahead`` 2); its W run ``deferral * i`` B late.
+    """
+    devices, count = problem.num_devices, problem.num_microbatches
+    chunks = problem.num_stages // devices
+    if count % devices:
+        raise OptPipeError(
+            f"{name}: num_microbatches = {count} must be a multiple of the {devices} devices; "
+            "change the batch or choose another method"
+        )
+    total, period = count * chunks, devices * chunks
+
+    def position(k: int, *, forward: bool) -> tuple[int, int]:
+        chunk = (k % period) // devices
+        return chunk if forward else chunks - 1 - chunk, k // period * devices + k % devices
+
+    compute = []
+    for device in range(devices):
+        extra = 2 * (devices - device - 1) if ahead == 1 else 2 * (devices - 1) - device
+        warmup = total if count == devices else min(total, extra + (chunks - 1) * devices)
+        lag = deferral * device
+        lane = []
+        for k in range(warmup + total + lag):
+            if k < total:
+                chunk, j = position(k, forward=True)
+                lane.append(Op("F", chunk * devices + device, j))
+            if 0 <= k - warmup < total:
+                chunk, j = position(k - warmup, forward=False)
+                lane.append(Op("B", chunk * devices + device, j))
+            if 0 <= k - warmup - lag < total:
+                chunk, j = position(k - warmup - lag, forward=False)
+                lane.append(Op("W", chunk * devices + device, j))
+        compute.append(tuple(lane))
+    return _compute_only(compute)
 
 
 def _compute_only(compute: list[tuple[Op, ...]]) -> Orders:

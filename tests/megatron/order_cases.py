@@ -76,10 +76,11 @@ def cases(args: Namespace, stock: Callable[..., Any], out: Path) -> Iterator[Cas
 def orders_of(problem: Problem) -> dict[str, Orders]:
     """Classic orders that fit the placement, first the plainest, last the adversary."""
     adversary = {"adversary": random_topological(problem, 1)}
+    zero_bubble = {"zb-h1": zb_h1(problem), "zb-h2": zb_h2(problem)}
     if problem.num_stages > problem.num_devices:
         weights_late = all_forwards_first(problem, weights_last=True)
-        return {"1f1b": interleaved(problem), "weights-last": weights_late, **adversary}
-    zero_bubble = {"zb-h1": zb_h1(problem), "zb-h2": zb_h2(problem)}
+        late = {"weights-last": weights_late}
+        return {"1f1b": interleaved(problem), **zero_bubble, **late, **adversary}
     return {"1f1b": one_f_one_b(problem), **zero_bubble, **adversary}
 
 
