@@ -65,8 +65,9 @@ class Flat(NamedTuple):
     """By device."""
     alone: Sequence[int]
     """By device: the peak of one microbatch that has the device to itself."""
-    any_moves: Sequence[int]
-    """By device: 1 where activations of some stage may leave."""
+    uneven: Sequence[int]
+    """By device: 1 where one microbatch holds more at one time than at the turn, because some of
+    it may leave or some op takes memory for a while."""
     out_link: Sequence[int]
     """By device; -1: none."""
     back_link: Sequence[int]
@@ -188,8 +189,8 @@ def readings(
                 alone_bytes(problem, d, leaving if rely else zero)
                 for d in range(problem.num_devices)
             ],
-            any_moves=[
-                int(any(leaving[s] for s in problem.stages_on(d)))
+            uneven=[
+                int(any(leaving[s] or need[s] for s in problem.stages_on(d)))
                 for d in range(problem.num_devices)
             ],
             out_link=[h2d if mirror else d2h for d2h, h2d in links],

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from megatron_optpipe.planner.store import (
     ALONE,
-    ANY_MOVES,
     DEVICE,
     EARLY,
     EARLY_ALL,
@@ -24,8 +23,8 @@ from megatron_optpipe.planner.store import (
     PIN,
     PINNED,
     PINNED_ALL,
-    RELY,
     RETURN_BYTES,
+    UNEVEN,
     Z_TAKES,
     Store,
 )
@@ -88,7 +87,7 @@ def next_on_device(a: Store, stage: int, j: int) -> bool:
 def z_early(a: Store, stage: int, j: int) -> int:
     """Bytes that Z(stage, j), coming first, takes before the X of a lower stage of its device."""
     d = a[a[DEVICE] + stage]
-    if not a[RELY] or not a[a[ANY_MOVES] + d]:
+    if not a[a[UNEVEN] + d]:
         return 0
     at = a[a[FIRST] + d]
     while a[a[OWNED] + at] != stage:

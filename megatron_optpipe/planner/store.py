@@ -33,7 +33,7 @@ _BY_STAGE = (
 
 _BY_DEVICE = (
     FIRST,  # one entry more than devices
-    MEMORY, ALONE, ANY_MOVES, OUT_LINK, BACK_LINK,
+    MEMORY, ALONE, UNEVEN, OUT_LINK, BACK_LINK,
     RUNNING, RUNNING_STAGE, RUNNING_J, RUNNING_END,
     USED,  # bytes of device memory
     NEWEST,  # youngest microbatch that holds memory
