@@ -301,7 +301,9 @@ def test_closed_and_full_outputs(tail: str, code: int, lines: int) -> None:
     command = f"set -o pipefail; {sys.executable} -m megatron_optpipe.cli {tail}"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
     assert done.returncode == code
-    assert done.stderr.count("\n") == lines
+    # A busy machine may add the planner's warning that a solver ran out of its 100 ms.
+    said = [x for x in done.stderr.splitlines() if not x.startswith("optpipe: warning:")]
+    assert len(said) == lines
 
 
 @pytest.mark.parametrize(
