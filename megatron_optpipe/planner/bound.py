@@ -15,15 +15,20 @@ import time
 from typing import NamedTuple
 
 from megatron_optpipe.core.problem import Problem
-from megatron_optpipe.planner.bound_device import preemptive_makespan_ms
+from megatron_optpipe.planner.bound_device import preemptive_makespan_ms, reach_of, work_bound_ms
 from megatron_optpipe.planner.bound_energy import energy_bound_ms
 from megatron_optpipe.planner.bound_memory import NeverFits, memory_arcs
+from megatron_optpipe.planner.bound_period import memory_reach_of
 from megatron_optpipe.planner.milp_windows import NothingBelow, tight_windows
 from megatron_optpipe.planner.network import Arc, Cycle, Network
 
 MAX_ARC_OPS = 8_000
 MAX_TEST_OPS = 700
 PRECISION = 1e-5
+WORK = "work of the busiest device"
+ARCS = "memory: releases before forwards"
+ENERGY = "memory: bytes times time, and link time"
+HORIZON = "time windows contradict each other below it"
 
 
 class Bound(NamedTuple):
@@ -35,8 +40,7 @@ class Bound(NamedTuple):
 
 def work_bound(problem: Problem) -> Bound:
     """What the work and the critical path alone ask, ignoring memory and links."""
-    network = Network.of_compute(problem)
-    return Bound(_one_machine_ms(network, []) * (1 - 1e-12), "work of the busiest device")
+    return Bound(work_bound_ms(problem, reach_of(problem)) * (1 - 1e-12), WORK)
 
 
 def lower_bound(problem: Problem, budget_s: float = 2.0, upper_ms: float | None = None) -> Bound:
@@ -45,21 +49,26 @@ def lower_bound(problem: Problem, budget_s: float = 2.0, upper_ms: float | None 
     ``upper_ms``: the makespan of a known plan; arguments stop where they reach it.
     """
     begun = time.monotonic()
-    network = Network.of_compute(problem)
-    best = Bound(_one_machine_ms(network, []), "work of the busiest device")
+    reach = reach_of(problem)
+    best = Bound(work_bound_ms(problem, reach), WORK)
     arcs: list[Arc] = []
-    if len(network.ops) <= MAX_ARC_OPS:
+    network: Network | None = None
+    if 3 * problem.num_stages * problem.num_microbatches <= MAX_ARC_OPS:
+        network = Network.of_compute(problem)
         try:
             arcs = memory_arcs(network)
-            best = _better(best, _one_machine_ms(network, arcs), "memory: releases before forwards")
+            if arcs:
+                best = _better(best, _one_machine_ms(network, arcs), ARCS)
         except (NeverFits, Cycle):
             return Bound(float("inf"), "no plan keeps the memory limit")
-    energy = energy_bound_ms(problem, network, best.ms)
-    best = _better(best, energy, "memory: bytes times time, and link time")
+    else:
+        tied = memory_reach_of(problem, reach)
+        if tied is not None:
+            best = _better(best, work_bound_ms(problem, tied), ARCS)
+    best = _better(best, energy_bound_ms(problem, reach, best.ms), ENERGY)
     spare = budget_s - (time.monotonic() - begun)
-    if len(network.ops) <= MAX_TEST_OPS and spare > 0 and upper_ms is not None:
-        tested = _horizon_test(network, arcs, best.ms, upper_ms, spare)
-        best = _better(best, tested, "time windows contradict each other below it")
+    if network is not None and len(network.ops) <= MAX_TEST_OPS and spare > 0 and upper_ms:
+        best = _better(best, _horizon_test(network, arcs, best.ms, upper_ms, spare), HORIZON)
     if upper_ms is not None and best.ms > upper_ms:
         best = Bound(upper_ms, best.reason)  # equal up to rounding
     return Bound(best.ms * (1 - 1e-12), best.reason)

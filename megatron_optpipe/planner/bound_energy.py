@@ -9,7 +9,6 @@ no more than the remaining backwards can take away.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,7 +16,7 @@ from scipy.optimize import linprog
 
 from megatron_optpipe.core.op import Op
 from megatron_optpipe.core.problem import Problem
-from megatron_optpipe.planner.network import Network
+from megatron_optpipe.planner.bound_device import Reach
 
 BISECTIONS = 40
 
@@ -69,12 +68,15 @@ class _Room:
         )
 
 
-def energy_bound_ms(problem: Problem, network: Network, least_ms: float) -> float:
+def energy_bound_ms(problem: Problem, reach: Reach, least_ms: float) -> float:
     """The least makespan, not below ``least_ms``, at which all activations find their time."""
-    heads, tails = network.heads(), network.tails()
     many = problem.num_microbatches
-    stays = [[_stay(problem, s) for s in problem.stages_on(d)] for d in range(problem.num_devices)]
-    rooms = [_room(problem, network, heads, d) for d in range(problem.num_devices)]
+    trips = _trips(problem)
+    stays = [
+        [_stay(problem, s, trips[s]) for s in problem.stages_on(d)]
+        for d in range(problem.num_devices)
+    ]
+    rooms = [_room(problem, reach, d) for d in range(problem.num_devices)]
     tight = [
         d for d in range(problem.num_devices)
         if sum(problem.stages[s].activation_bytes + max(0, -problem.stages[s].backward_frees_bytes)
@@ -82,7 +84,7 @@ def energy_bound_ms(problem: Problem, network: Network, least_ms: float) -> floa
     ]
     if not tight:
         return least_ms
-    links = _Links(problem, network, heads, tails)
+    links = _Links(problem, reach)
 
     def fits(makespan_ms: float) -> bool:
         lacking = {}
@@ -107,14 +109,22 @@ def energy_bound_ms(problem: Problem, network: Network, least_ms: float) -> floa
     return low * (1 - 1e-9)
 
 
-def _stay(problem: Problem, s: int) -> _Stay:
+def _trips(problem: Problem) -> list[float]:
+    """For every stage, the least time from the start of F to the end of B of one microbatch."""
+    trips = [0.0] * problem.num_stages
+    below = 0.0
+    for s in reversed(range(problem.num_stages)):
+        stage = problem.stages[s]
+        trips[s] = below + stage.forward_ms + stage.backward_input_ms
+        if s:
+            here, up = problem.device_of(s), problem.device_of(s - 1)
+            below = trips[s] + problem.hop_ms(up, here) + problem.hop_ms(here, up)
+    return trips
+
+
+def _stay(problem: Problem, s: int, trip: float) -> _Stay:
     stage = problem.stages[s]
     whole, frees = stage.activation_bytes, stage.backward_frees_bytes
-    trip = stage.forward_ms + stage.backward_input_ms
-    for t in range(s + 1, problem.num_stages):
-        before, here = problem.device_of(t - 1), problem.device_of(t)
-        trip += problem.hop_ms(before, here) + problem.hop_ms(here, before)
-        trip += problem.stages[t].forward_ms + problem.stages[t].backward_input_ms
     weight = stage.backward_weight_ms
     needed = whole * trip + (whole - frees) * weight
     needed += max(0, -frees) * stage.backward_input_ms
@@ -126,9 +136,9 @@ def _stay(problem: Problem, s: int) -> _Stay:
     return _Stay(s, needed, max(0.0, saved), out, back)
 
 
-def _room(problem: Problem, network: Network, heads: Sequence[float], d: int) -> _Room:
+def _room(problem: Problem, reach: Reach, d: int) -> _Room:
     stages = [problem.stages[s] for s in problem.stages_on(d)]
-    head = min(heads[network.index[Op("F", s, 0)]] for s in problem.stages_on(d))
+    head = float(min(reach.head["F"][s][0] for s in problem.stages_on(d)))
     most = max(stage.activation_bytes + max(0, -stage.backward_frees_bytes) for stage in stages)
     rates_up, rates_down = [], []
     for stage in stages:
@@ -156,21 +166,17 @@ def _rate(size: int, duration_ms: float) -> float:
 class _Links:
     """Link time that offloads need and that an iteration offers."""
 
-    def __init__(
-        self, problem: Problem, network: Network, heads: Sequence[float], tails: Sequence[float]
-    ) -> None:
+    def __init__(self, problem: Problem, reach: Reach) -> None:
         self.problem = problem
         self.closed_ms: dict[str, float] = {}  # before the first and after the last transfer
-        at = network.index
         first: dict[str, float] = {}
         last: dict[str, float] = {}
         for s in range(problem.num_stages):
             if not problem.can_offload(s):
                 continue
             out, back = Op("O", s, 0), Op("R", s, 0)
-            f, b = at[Op("F", s, 0)], at[Op("B", s, problem.num_microbatches - 1)]
-            begin = heads[f] + network.duration_ms[f]
-            close = tails[b] + network.duration_ms[b]
+            begin = float(reach.head["F"][s][0]) + problem.stages[s].forward_ms
+            close = float(reach.tail["B"][s][-1]) + problem.stages[s].backward_input_ms
             for op, opens, closes in (
                 (out, begin, close + problem.duration_ms(back)),
                 (back, begin + problem.duration_ms(out), close),
