@@ -1,10 +1,11 @@
 """Proven lower bounds of the makespan: no valid plan of the problem is shorter.
 
-Four arguments, the best of which is reported:
+Five arguments, the best of which is reported:
 
 * work: each device must do its ops, none before its earliest start, and each is followed by at
   least its tail (preemptive one-machine bound; contains the critical path of a microbatch);
 * memory arcs: what must have been released before an op can allocate, then the same again;
+* waiting W: they hold memory, so only so many can come after the last B of a stage;
 * work-and-time: bytes times ms that activations must lie on a device, less what links can carry;
 * horizon test: below some makespan, time windows, orders and memory arcs contradict each other.
 """
@@ -18,6 +19,7 @@ from megatron_optpipe.core.problem import Problem
 from megatron_optpipe.planner.bound_device import preemptive_makespan_ms, reach_of, work_bound_ms
 from megatron_optpipe.planner.bound_energy import energy_bound_ms
 from megatron_optpipe.planner.bound_memory import NeverFits, memory_arcs
+from megatron_optpipe.planner.bound_pending import pending_bound_ms
 from megatron_optpipe.planner.bound_period import memory_reach_of
 from megatron_optpipe.planner.milp_windows import NothingBelow, tight_windows
 from megatron_optpipe.planner.network import Arc, Cycle, Network
@@ -27,6 +29,7 @@ MAX_TEST_OPS = 700
 PRECISION = 1e-5
 WORK = "work of the busiest device"
 ARCS = "memory: releases before forwards"
+PENDING = "memory: W that wait hold it"
 ENERGY = "memory: bytes times time, and link time"
 HORIZON = "time windows contradict each other below it"
 
@@ -51,20 +54,20 @@ def lower_bound(problem: Problem, budget_s: float = 2.0, upper_ms: float | None 
     begun = time.monotonic()
     reach = reach_of(problem)
     best = Bound(work_bound_ms(problem, reach), WORK)
+    tied = memory_reach_of(problem, reach)
+    if tied is not None:
+        best = _better(best, work_bound_ms(problem, tied), ARCS)
     arcs: list[Arc] = []
     network: Network | None = None
     if 3 * problem.num_stages * problem.num_microbatches <= MAX_ARC_OPS:
         network = Network.of_compute(problem)
         try:
-            arcs = memory_arcs(network)
+            arcs = memory_arcs(network, deadline=begun + 0.4 * budget_s)
             if arcs:
                 best = _better(best, _one_machine_ms(network, arcs), ARCS)
         except (NeverFits, Cycle):
             return Bound(float("inf"), "no plan keeps the memory limit")
-    else:
-        tied = memory_reach_of(problem, reach)
-        if tied is not None:
-            best = _better(best, work_bound_ms(problem, tied), ARCS)
+    best = _better(best, pending_bound_ms(problem, tied or reach), PENDING)
     best = _better(best, energy_bound_ms(problem, reach, best.ms), ENERGY)
     spare = budget_s - (time.monotonic() - begun)
     if network is not None and len(network.ops) <= MAX_TEST_OPS and spare > 0 and upper_ms:

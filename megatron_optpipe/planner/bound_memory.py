@@ -1,14 +1,17 @@
 """What must have been released before an op can allocate: arcs that the memory limit implies.
 
-For an op ``a`` that allocates, every activation of its device holds at least some bytes when ``a``
-starts, whatever the plan: those of the most favourable state that the arcs leave it (not yet
-there, whole, after B, gone; where it may be offloaded, less what can lie on the host). If memory
-would not hold without a B or W having ended, that op comes before ``a``. With few activations in
-flight such arcs tie forwards to the backwards some microbatches earlier, and the longest path
-becomes a bound of the period.
+When a forward starts it needs its activations, when a backward starts its own lie on the device;
+and every other activation of the device holds at least some bytes at that moment, whatever the
+plan: those of the most favourable state that the arcs leave it (not yet there, whole, after B,
+gone; where it may be offloaded, less what can lie on the host). If memory would not hold without
+a B or W having ended, that op comes before. With few activations in flight such arcs tie forwards
+to the backwards some microbatches earlier, and the longest path becomes a bound of the period; with
+offloading they still tie backwards to earlier W, which cannot be put off for long.
 """
 
 from __future__ import annotations
+
+import time
 
 from megatron_optpipe.core.op import Op
 from megatron_optpipe.planner.network import Arc, Network
@@ -20,8 +23,13 @@ class NeverFits(ValueError):
     """No plan at all keeps the limit (under the arcs given)."""
 
 
-def memory_arcs(network: Network, extra: list[Arc] | None = None) -> list[Arc]:
-    """Arcs that hold in every plan that obeys ``network`` and ``extra``. Raises ``NeverFits``."""
+def memory_arcs(
+    network: Network, extra: list[Arc] | None = None, deadline: float | None = None
+) -> list[Arc]:
+    """Arcs that hold in every plan that obeys ``network`` and ``extra``. Raises ``NeverFits``.
+
+    After ``deadline`` (of ``time.monotonic``) it looks no further; what was found holds.
+    """
     found: list[Arc] = list(extra or ())
     known = {(a, b) for a, b, _ in found}
     start = len(found)
@@ -30,6 +38,8 @@ def memory_arcs(network: Network, extra: list[Arc] | None = None) -> list[Arc]:
         descendants = network.descendants(found)
         before = len(found)
         for d in range(network.problem.num_devices):
+            if deadline is not None and time.monotonic() > deadline:
+                return found[start:]
             for arc in _device_arcs(network, d, ancestors, descendants):
                 if arc[:2] not in known:
                     known.add(arc[:2])
@@ -51,7 +61,7 @@ def _device_arcs(
         return []
     arcs: list[Arc] = []
     for s in stages:
-        for kind in ("F", "B") if problem.stages[s].backward_frees_bytes < 0 else ("F",):
+        for kind in "FB":
             for j in range(many):
                 a = at[Op(kind, s, j)]
                 arcs += _arcs_into(network, a, stages, limit, ancestors[a], descendants[a])

@@ -2,8 +2,9 @@
 
 Of the microbatches before j, those whose B (or W) has not ended when F(s,j) starts hold at least
 so many bytes each; as soon as that exceeds the limit, an earlier B (or W) must have ended. So the
-forward of j follows the backward of j - k for a fixed k, and heads and tails follow one microbatch
-at a time.
+forward of j follows the backward of j - k for a fixed k. When B(s,j) starts, its own activations lie
+there and every earlier microbatch without its W holds what W gives back; so B follows the W of
+j - n. Heads and tails then follow one microbatch at a time.
 """
 
 from __future__ import annotations
@@ -14,8 +15,14 @@ from megatron_optpipe.core.problem import Problem
 from megatron_optpipe.planner.bound_device import Reach
 
 
-def releases_before(problem: Problem, stage: int) -> tuple[int | None, int | None]:
-    """(k, l): B(s,j-k) and W(s,j-l) end before F(s,j) starts; None: not implied."""
+Gap = tuple[int | None, int | None, int | None]
+
+
+def releases_before(problem: Problem, stage: int) -> Gap:
+    """(k, l, n): B(s,j-k) and W(s,j-l) end before F(s,j) starts, W(s,j-n) before B(s,j) starts.
+
+    None: not implied.
+    """
     own = problem.stages[stage]
     room = problem.devices[problem.device_of(stage)].memory_bytes - own.activation_bytes
     here = own.activation_bytes - (own.offload_bytes if problem.can_offload(stage) else 0)
@@ -23,7 +30,8 @@ def releases_before(problem: Problem, stage: int) -> tuple[int | None, int | Non
     found: list[int | None] = []
     for least in (here, min(here, rest)):
         found.append(room // least + 1 if least > 0 else None)
-    return found[0], found[1]
+    room -= max(0, -own.backward_frees_bytes)
+    return found[0], found[1], room // rest + 1 if rest > 0 else None
 
 
 def memory_reach_of(problem: Problem, reach: Reach) -> Reach | None:
@@ -57,7 +65,7 @@ def memory_reach_of(problem: Problem, reach: Reach) -> Reach | None:
 
 
 Rows = dict[str, list[list[float]]]
-Gaps = list[tuple[int | None, int | None]]
+Gaps = list[Gap]
 Lasts = list[tuple[float, float, float]]
 
 
@@ -71,7 +79,7 @@ def _heads_of(
             ready = max(ready, forward[s - 1][j] + lasts[s - 1][0] + hop[s - 1])
         if j:
             ready = max(ready, forward[s][j - 1] + f)
-        k, after_w = gaps[s]
+        k, after_w, _ = gaps[s]
         if k is not None and j >= k:
             ready = max(ready, backward[s][j - k] + b)
         if after_w is not None and j >= after_w:
@@ -84,6 +92,9 @@ def _heads_of(
             ready = max(ready, backward[s + 1][j] + lasts[s + 1][1] + back[s])
         if j:
             ready = max(ready, backward[s][j - 1] + b)
+        between = gaps[s][2]
+        if between is not None and j >= between:
+            ready = max(ready, weight[s][j - between] + lasts[s][2])
         backward[s][j] = ready
         weight[s][j] = max(ready + b, weight[s][j - 1] + w if j else 0.0)
 
@@ -93,12 +104,14 @@ def _tails_of(
 ) -> None:
     forward, backward, weight = tail["F"], tail["B"], tail["W"]
     for s, (f, b, w) in enumerate(lasts):
-        k, after_w = gaps[s]
+        k, after_w, between = gaps[s]
         end = weight[s][j]
         if j + 1 < many:
             end = max(end, w + weight[s][j + 1])
         if after_w is not None and j + after_w < many:
             end = max(end, f + forward[s][j + after_w])
+        if between is not None and j + between < many:
+            end = max(end, b + backward[s][j + between])
         weight[s][j] = end
         end = max(backward[s][j], w + end)
         if s:

@@ -18,6 +18,7 @@ from megatron_optpipe.planner.bound_device import (
 )
 from megatron_optpipe.planner.bound_energy import energy_bound_ms
 from megatron_optpipe.planner.bound_memory import NeverFits, memory_arcs
+from megatron_optpipe.planner.bound_pending import pending_bound_ms
 from megatron_optpipe.planner.bound_period import memory_reach_of, releases_before
 from megatron_optpipe.planner.exact import solve_exactly
 from megatron_optpipe.planner.network import Network
@@ -57,6 +58,7 @@ def test_every_argument_is_below_the_optimum_of_small_problems() -> None:
         for name, bound in {
             "work": work,
             "period": work_bound_ms(problem, tied),
+            "pending": pending_bound_ms(problem, reach),
             "energy": energy_bound_ms(problem, reach, work),
             "all": lower_bound(problem).ms,
             "below a known plan": lower_bound(problem, 2.0, best).ms,
@@ -98,7 +100,7 @@ def test_closed_form_heads_and_tails_equal_longest_paths() -> None:
 
 def test_memory_arcs_tie_forwards_to_earlier_backwards() -> None:
     problem = _pipeline(4, 8, 2.0)
-    assert releases_before(problem, 0) == (2, 3)
+    assert releases_before(problem, 0) == (2, 3, 3)
     network = Network.of_compute(problem)
     arcs = {(network.ops[a], network.ops[b]) for a, b, _ in memory_arcs(network)}
     assert (Op("B", 0, 1), Op("F", 0, 3)) in arcs
@@ -131,9 +133,26 @@ def test_slow_links_bound_what_offloading_can_save() -> None:
     fast, slow = lower_bound(_pipeline(8, 32, 2.0, 0.3)), lower_bound(_pipeline(8, 32, 2.0, 2.0))
     shared = lower_bound(_pipeline(8, 32, 2.0, 2.0, shared=True))
     without = lower_bound(_pipeline(8, 32, 2.0))
-    assert fast.reason == WORK
     assert slow.reason == shared.reason == ENERGY
     assert fast.ms < slow.ms < shared.ms <= without.ms + 1e-6
+
+
+def test_weight_gradients_that_wait_hold_memory() -> None:
+    """Two units: beside the activations of the last B only two W can wait on the last device."""
+    problem = _pipeline(8, 16, 2.0, 0.9)
+    bound = pending_bound_ms(problem, reach_of(problem))
+    # seven forwards and hops; all of the 48 ms but that B, its W and two more; its way back up
+    assert bound == pytest.approx(7.7 + 48 - 4 + 1 + 7.7 + 1)
+    two_chunks = replace(
+        problem, stage_device=(*range(8), *range(8)),
+        stages=tuple(
+            replace(stage, forward_ms=0.5, backward_input_ms=0.5, backward_weight_ms=0.5,
+                    activation_bytes=SIZE // 2, backward_frees_bytes=SIZE // 4,
+                    offload_bytes=SIZE // 2)
+            for stage in problem.stages * 2
+        ),
+    )
+    assert lower_bound(two_chunks).ms > work_bound(two_chunks).ms + 1.0
 
 
 def test_no_plan_at_all_is_said() -> None:
