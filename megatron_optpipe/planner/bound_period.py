@@ -2,7 +2,7 @@
 
 Of the microbatches before j, those whose B (or W) has not ended when F(s,j) starts hold at least
 so many bytes each; as soon as that exceeds the limit, an earlier B (or W) must have ended. So the
-forward of j follows the backward of j - k for a fixed k. When B(s,j) starts, its own activations lie
+forward of j follows the backward of j - k for a fixed k. When B(s,j) starts, its activations lie
 there and every earlier microbatch without its W holds what W gives back; so B follows the W of
 j - n. Heads and tails then follow one microbatch at a time.
 """
@@ -13,7 +13,6 @@ import numpy as np
 
 from megatron_optpipe.core.problem import Problem
 from megatron_optpipe.planner.bound_device import Reach
-
 
 Gap = tuple[int | None, int | None, int | None]
 
