@@ -3,27 +3,26 @@
 OptPipe (2510.05186) starts its solver from such a plan; its listing is not public, so this is our
 reading of it: fill the memory with forwards as far as the limit allows, then a steady phase with
 backward first; offload only when something waits for memory, first what stays away longest; reload
-just in time. A handful of fixed variants of that is tried, the shortest is taken.
+just in time. That and a handful of other fixed shapes are tried, the shortest is taken, and of
+equally long ones the one that moves less.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 
 import numpy as np
 
 from megatron_optpipe.core.plan import Plan
 from megatron_optpipe.core.problem import Problem
-from megatron_optpipe.planner.families import Family, Shape, known_shapes
+from megatron_optpipe.planner.families import Family
 from megatron_optpipe.planner.feasible import Mode, modes
 from megatron_optpipe.planner.flat import Flat
 from megatron_optpipe.planner.listsched import Keys, ListScheduler, Rules, Times
+from megatron_optpipe.planner.portfolio import first_shapes
 from megatron_optpipe.planner.realise import realise
 
-ONLY_WHEN_SHORT = 1.0
-"""``water`` of a shape that offloads only for what waits for memory."""
-_OPS_TO_SCHEDULE = 30_000
+_MOST_VARIANTS, _OPS_TO_SCHEDULE = 16, 30_000
 """Variants are tried up to so many scheduled ops (about 0.5 s of plain Python)."""
 
 
@@ -49,16 +48,17 @@ def greedy(problem: Problem) -> Plan:
 def adaoffload(problem: Problem, *, compiled: bool = False) -> Plan:
     """The shortest of the variants above. Raises ``Infeasible``."""
     ops = 3 * problem.num_stages * problem.num_microbatches
-    variants = max(2, _OPS_TO_SCHEDULE // ops)
+    variants = min(_MOST_VARIANTS, max(2, _OPS_TO_SCHEDULE // ops))
     return _shortest(problem, variants, method="adaoffload", compiled=compiled)
 
 
 def _shortest(problem: Problem, variants: int, method: str, *, compiled: bool = False) -> Plan:
     best: tuple[int, int, Mode, Times] | None = None
     for mode in modes(problem):
-        for rank, times in enumerate(_schedules(mode, variants, compiled)):
-            if best is None or (times.makespan, rank) < best[:2]:
-                best = (times.makespan, rank, mode, times)
+        for times in _schedules(mode, variants, compiled):
+            rank = (times.makespan, int((times.out >= 0).sum()))
+            if best is None or rank < best[:2]:
+                best = (*rank, mode, times)
     assert best is not None  # modes() is never empty, and the list scheduler never stuck
     _, _, mode, times = best
     return realise(problem, mode.readings.forward, times, method)
@@ -68,17 +68,10 @@ def _schedules(mode: Mode, variants: int, compiled: bool) -> Iterator[Times]:
     flat = mode.readings.forward
     family = Family(flat, mode.may_leave)
     scheduler = ListScheduler(flat, compiled=compiled)
-    tries: list[tuple[Keys, Rules]] = [
-        (basic_keys(flat, mode.may_leave), Rules(water=1024)),
-        (basic_keys(flat, mode.may_leave), Rules(water=0)),
-    ]
-    tries += [family.keys(shape) for shape in fixed_shapes(family)[: variants - 2]]
-    for keys, rules in tries[:variants]:
+    # Never stuck, and offloads only for what waits for memory.
+    tries = [(basic_keys(flat, mode.may_leave), Rules(water=1024))]
+    tries += [family.keys(shape) for shape in first_shapes(family)[: variants - 1]]
+    for keys, rules in tries:
         times = scheduler.run(keys, rules)
         if times is not None:
             yield times
-
-
-def fixed_shapes(family: Family) -> list[Shape]:
-    """The variants of AdaOffload as shapes."""
-    return [dataclasses.replace(s, water=ONLY_WHEN_SHORT) for s in known_shapes(family)]

@@ -14,12 +14,13 @@ from dataclasses import dataclass, field
 
 from megatron_optpipe.core.plan import Plan
 from megatron_optpipe.core.problem import Problem
-from megatron_optpipe.planner.families import Family, Shape, known_shapes, mutated, random_shape
+from megatron_optpipe.planner.families import Family, Shape, mutated, random_shape
 from megatron_optpipe.planner.feasible import Mode, modes
 from megatron_optpipe.planner.flat import Flat
 from megatron_optpipe.planner.listsched import ListScheduler, Times, compiled_for
 from megatron_optpipe.planner.moves import Point, neighbour, points_of
 from megatron_optpipe.planner.options import PlannerOptions
+from megatron_optpipe.planner.portfolio import first_shapes
 from megatron_optpipe.planner.realise import realise
 
 _PLAIN_S, _COMPILED_S = 20e-6, 0.55e-6
@@ -29,13 +30,13 @@ _USE = 0.6
 _SHORT, _SHAPES, _BACKWARD = 0.3, 0.65, 0.07
 """Shares of the work: shapes on a shorter problem; shapes at all; of those, mirrored readings."""
 _RANDOM = 0.35
-"""Share of a reading's shapes that are drawn at random before neighbours of the best are."""
+"""Share of a reading's shapes, after the seeds, drawn at random before neighbours of the best."""
 _CLOSE = 1.03
 """A mirrored reading gets more work if its best is at most so far behind."""
 _LONG_OPS, _SHORT_PER_DEVICE = 2_000, 2
 """From so many compute ops on, shapes are first tried on so many microbatches a device."""
 _ELITE, _PARENTS, _CLIMBS = 16, 6, 3
-_FEWEST, _MOST = 20, 30_000
+_FEWEST, _FEWEST_SHAPES, _MOST = 20, 8, 30_000
 """Schedules of the whole problem that the budget pays for."""
 _LARGE_OPS = 20_000
 """From so many ops on only the best schedule is made a plan."""
@@ -108,7 +109,7 @@ class Search:
     def run(self) -> list[Found]:
         """Search within the budget; the best schedule of each climb, best first."""
         total = self.budget()
-        seeds = [self._allowed(shape) for shape in known_shapes(self.readings[0].family)]
+        seeds = [self._allowed(shape) for shape in first_shapes(self.readings[0].family)]
         spent = 0
         if self._short_microbatches() is not None:
             spent = int(total * _SHORT)
@@ -178,11 +179,11 @@ class Search:
         """The seeds, random shapes, then neighbours of the best, for so many scheduled ops."""
         devices, m = reading.flat.num_devices, reading.flat.num_microbatches
         seen = {entry[0] for entry in reading.elite}
-        count = max(len(seeds), work // reading.ops)
+        count = max(_FEWEST_SHAPES, work // reading.ops)
         for serial in range(count):
             if serial < len(seeds):
                 shape = seeds[serial]
-            elif not reading.elite or len(seeds) <= serial < count * _RANDOM:
+            elif not reading.elite or serial - len(seeds) < (count - len(seeds)) * _RANDOM:
                 shape = self._allowed(random_shape(self.dice, devices, m))
             else:
                 parent = self.dice.choice(reading.elite[:_PARENTS])[2]

@@ -12,6 +12,7 @@ from megatron_optpipe.core import Device, Problem, check, summarize
 from megatron_optpipe.planner.families import Family, known_shapes, random_shape
 from megatron_optpipe.planner.feasible import Infeasible, modes
 from megatron_optpipe.planner.listsched import ListScheduler, compiled_for
+from megatron_optpipe.planner.portfolio import first_shapes
 from megatron_optpipe.planner.realise import realise
 from tests.planner.test_fuzz import random_problem
 from tests.zoo import GB, problem
@@ -111,7 +112,7 @@ def test_compiled_and_plain_give_the_same_schedules() -> None:
             for flat in (mode.readings.forward, mode.readings.mirrored):
                 family = Family(flat, mode.may_leave)
                 both = [ListScheduler(flat, compiled=c) for c in (False, True)]
-                for shape in known_shapes(family):
+                for shape in first_shapes(family)[::3]:
                     plain, fast = (s.run(*family.keys(shape)) for s in both)
                     assert (plain is None) == (fast is None), f"seed {seed}: {shape}"
                     if plain is not None and fast is not None:
