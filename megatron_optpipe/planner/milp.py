@@ -25,7 +25,8 @@ from megatron_optpipe.planner.milp_variables import Reductions, Variables
 from megatron_optpipe.planner.milp_windows import NothingBelow
 from megatron_optpipe.planner.network import Cycle, Network
 
-MAX_COLUMNS = 200_000
+MAX_COLUMNS = 60_000
+"""More 0/1 variables than this take longer to write down than to give up on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,14 +69,15 @@ def solve(
     options = options or MilpOptions()
     begun = time.monotonic()
     horizon = incumbent.makespan_ms if incumbent is not None else _enough_ms(problem)
+    size = _most_columns(problem)
+    if size > MAX_COLUMNS:
+        return MilpResult(None, None, f"skipped: up to {size} variables, at most {MAX_COLUMNS}")
     try:
         variables = build(problem, horizon, options.reductions)
     except NothingBelow:
         if incumbent is not None:
             return warned("failed: the model excludes the plan in hand")
         return MilpResult(None, None, "infeasible")
-    if len(variables.model.lower) > MAX_COLUMNS:
-        return MilpResult(None, None, f"skipped: {len(variables.model.lower)} variables")
     left = time_limit_s - (time.monotonic() - begun)
     result = _solve_model(problem, variables, left, options, feasible=incumbent is not None)
     if incumbent is not None and result.plan is not None and (
@@ -191,6 +193,17 @@ def _orders(problem: Problem, start: dict[Op, float], place: dict[Op, int]) -> O
         tuple(tuple(lane) for lane in lanes[kind]) for kind in ("compute", "O", "R")
     )
     return Orders(compute, offload, reload)
+
+
+def _most_columns(problem: Problem) -> int:
+    """About how many orders may be open before any is fixed."""
+    total = 0
+    for d in range(problem.num_devices):
+        stages = problem.stages_on(d)
+        compute = 3 * len(stages) * problem.num_microbatches
+        moves = 2 * sum(problem.can_offload(s) for s in stages) * problem.num_microbatches
+        total += compute * (compute - 1) // 3 + moves * compute
+    return total
 
 
 def _enough_ms(problem: Problem) -> float:

@@ -159,3 +159,11 @@ def test_limits_below_any_plan_are_reported_as_infeasible() -> None:
     result = solve(_pipeline(2, 2, 0.5), None, 20.0, INLINE)
     assert result.plan is None
     assert result.status == "infeasible"
+
+
+def test_a_problem_too_large_to_write_down_is_left_alone() -> None:
+    problem = _pipeline(16, 64, 8.0, offload=True)
+    result = solve(problem, None, 1.0, INLINE)
+    assert result.plan is None
+    assert result.lower_bound_ms is None
+    assert result.status.startswith("skipped")
