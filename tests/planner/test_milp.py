@@ -10,6 +10,7 @@ from megatron_optpipe.core import Device, Link, Op, Plan, Problem, Stage, check
 from megatron_optpipe.planner import make_plan
 from megatron_optpipe.planner.milp import MilpOptions, build, improve_window, solve
 from megatron_optpipe.planner.milp_model import FALSE, TRUE, ConditionalArc, Literal, Model
+from megatron_optpipe.planner.milp_search import search_milp
 from megatron_optpipe.planner.milp_variables import Reductions
 from megatron_optpipe.planner.milp_windows import NothingBelow, find_windows
 from megatron_optpipe.planner.network import Network
@@ -111,6 +112,15 @@ def test_a_window_repairs_a_plan_made_worse() -> None:
         assert [t.op for t in before.compute if t.op in kept] == [
             t.op for t in after.compute if t.op in kept
         ]
+
+
+def test_windows_in_a_loop_repair_a_classic_order() -> None:
+    problem = _pipeline(4, 16, 4.0)
+    start = make_plan(problem, PlannerOptions(method="1f1b"))
+    result = search_milp(problem, start, 4.0, seed=1, options=INLINE)
+    assert result.plan is not None
+    assert result.plan.makespan_ms < start.makespan_ms - 1.0
+    assert not check(problem, result.plan)
 
 
 def test_nothing_free_improves_nothing() -> None:
