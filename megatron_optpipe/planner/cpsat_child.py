@@ -4,9 +4,10 @@ Run as a file, so that nothing but ortools is imported. Whole numbers only; see 
 """
 
 import json
+import os
 import signal
 import sys
-from typing import Any
+from typing import Any, TextIO
 
 
 def build(asked: dict[str, Any]) -> tuple[Any, list[Any], list[Any], Any]:
@@ -55,6 +56,12 @@ def build(asked: dict[str, Any]) -> tuple[Any, list[Any], list[Any], Any]:
 
 def main() -> None:
     """Solve one problem; the answer is one JSON object."""
+    with os.fdopen(os.dup(1), "w", encoding="ascii") as answers:
+        os.dup2(2, 1)  # what solvers print must not mix with the answer
+        _answer(answers)
+
+
+def _answer(answers: TextIO) -> None:
     asked = json.loads(sys.stdin.buffer.read())
     if hasattr(signal, "alarm"):  # dies by itself, also where the parent is gone
         signal.alarm(int(asked["hard_limit_s"]) + 2)
@@ -87,7 +94,7 @@ def main() -> None:
         "bound": solver.best_objective_bound if status != "INFEASIBLE" else None,
         "nodes": solver.num_branches,
     }
-    sys.stdout.write(json.dumps(answer))
+    answers.write(json.dumps(answer))
 
 
 if __name__ == "__main__":

@@ -5,10 +5,11 @@ Run as a file, so that nothing but scipy is imported (and no `__main__` a second
 
 import io
 import json
+import os
 import signal
 import sys
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, BinaryIO
 
 
 def solve_arrays(data: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
@@ -38,6 +39,12 @@ def solve_arrays(data: Mapping[str, Any], options: Mapping[str, Any]) -> dict[st
 
 def main() -> None:
     """Solve one program; the answer is an npz archive."""
+    with os.fdopen(os.dup(1), "wb") as answers:
+        os.dup2(2, 1)  # what solvers print must not mix with the answer
+        _answer(answers)
+
+
+def _answer(answers: BinaryIO) -> None:
     import numpy as np
 
     data = dict(np.load(io.BytesIO(sys.stdin.buffer.read()), allow_pickle=False))
@@ -54,7 +61,7 @@ def main() -> None:
             pass  # not on this system: the parent's wall limit stays
     answer = io.BytesIO()
     np.savez(answer, **solve_arrays(data, settings["options"]))
-    sys.stdout.buffer.write(answer.getvalue())
+    answers.write(answer.getvalue())
 
 
 if __name__ == "__main__":

@@ -110,6 +110,15 @@ def test_child_solves_and_does_not_touch_the_parent() -> None:
     assert dict(os.environ) == before
 
 
+def test_what_a_solver_prints_does_not_spoil_the_answer(tmp_path: Path) -> None:
+    loud = tmp_path / "loud.py"
+    noise = "    os.system('echo from below')\n    print('noise')\n"
+    call = "    result = milp("
+    loud.write_text(solve_process.CHILD.read_text().replace(call, noise + call))
+    answer = solve_process.solve(_knapsack(), 20.0, child=loud)
+    assert answer.status == "optimal"
+
+
 def test_child_imports_no_more_than_scipy() -> None:
     source = solve_process.CHILD.read_text()
     assert "megatron_optpipe" not in source
