@@ -22,7 +22,7 @@ from megatron_optpipe.planner.listsched import Keys, ListScheduler, Rules, Times
 from megatron_optpipe.planner.portfolio import first_shapes
 from megatron_optpipe.planner.realise import realise
 
-_MOST_VARIANTS, _OPS_TO_SCHEDULE = 16, 30_000
+_MOST_VARIANTS, _OPS_TO_SCHEDULE, _COMPILED_GAIN = 16, 30_000, 20
 """Variants are tried up to so many scheduled ops (about 0.5 s of plain Python)."""
 
 
@@ -48,7 +48,8 @@ def greedy(problem: Problem) -> Plan:
 def adaoffload(problem: Problem, *, compiled: bool = False) -> Plan:
     """The shortest of the variants above. Raises ``Infeasible``."""
     ops = 3 * problem.num_stages * problem.num_microbatches
-    variants = min(_MOST_VARIANTS, max(2, _OPS_TO_SCHEDULE // ops))
+    most = _OPS_TO_SCHEDULE * (_COMPILED_GAIN if compiled else 1)
+    variants = min(_MOST_VARIANTS, max(2, most // ops))
     return _shortest(problem, variants, method="adaoffload", compiled=compiled)
 
 

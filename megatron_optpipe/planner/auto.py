@@ -13,7 +13,7 @@ from megatron_optpipe.core.plan import Plan
 from megatron_optpipe.core.problem import Problem
 from megatron_optpipe.core.timing import time_orders
 from megatron_optpipe.planner.adaoffload import adaoffload
-from megatron_optpipe.planner.bound import lower_bound
+from megatron_optpipe.planner.bound import lower_bound, work_bound
 from megatron_optpipe.planner.listsched import compiled_for
 from megatron_optpipe.planner.milp import MilpOptions
 from megatron_optpipe.planner.options import PlannerOptions
@@ -27,10 +27,10 @@ _STARTS = 2
 _FEW_CLASSICS_OPS, _FEW_CLASSICS = 60_000, ("1f1b", "zb-h1")
 """Above so many ops only these classic orders are worth their time."""
 _BOUND_SHARE, _BOUND_MOST_S = 0.1, 3.0
-_LARGE_OPS = 20_000
+_LARGE_OPS = 5_000
 """From so many compute ops on, the compiled scheduler is worth loading for the first plan."""
-_PLAN_S_PER_OP = 6e-5
-"""What turning a schedule into a checked plan takes for each compute op, with room to spare."""
+_FINISH_S_PER_OP = 9e-5
+"""What making, bounding and checking the final plan takes for each compute op."""
 
 
 def incumbent(problem: Problem) -> Plan:
@@ -72,7 +72,7 @@ def searched(problem: Problem, options: PlannerOptions) -> Plan:
 def _searched(problem: Problem, options: PlannerOptions, limit_s: float) -> Plan:
     """``options.time_limit_s`` says how much to search, ``limit_s`` when all of it must end."""
     ops = 3 * problem.num_stages * problem.num_microbatches
-    deadline_s = time.monotonic() + max(0.0, limit_s - 2 * ops * _PLAN_S_PER_OP)
+    deadline_s = time.monotonic() + max(0.0, limit_s - ops * _FINISH_S_PER_OP)
     compiled = ops > _LARGE_OPS and compiled_for(options.time_limit_s)
     known = incumbents(problem, compiled=compiled)
     starts = sorted(known, key=lambda plan: plan.makespan_ms)[:_STARTS]
@@ -86,14 +86,18 @@ def auto(problem: Problem, options: PlannerOptions) -> Plan:
     share = _SEARCH_SHARE_SMALL if small else _SEARCH_SHARE
     budget = dataclasses.replace(options, time_limit_s=options.time_limit_s * share)
     # The counted work fills part of its share; the clock cuts in late, if at all.
-    best = _searched(problem, budget, options.time_limit_s * max(share, _CUT_SHARE))
+    best = _searched(problem, budget, options.time_limit_s * (_CUT_SHARE if small else 1.0))
     left = options.time_limit_s - (time.monotonic() - began)
     if small:
         settled = settle(problem, best, left, MilpOptions(mip_gap=options.mipgap))
         best, bound, status = settled.plan, settled.bound, settled.status
     else:
         most = min(_BOUND_MOST_S, _BOUND_SHARE * options.time_limit_s)
-        bound = lower_bound(problem, most, best.makespan_ms)
+        ops = 3 * problem.num_stages * problem.num_microbatches
+        hurry = left < ops * _FINISH_S_PER_OP / 2
+        bound = (
+            work_bound(problem) if hurry else lower_bound(problem, most, best.makespan_ms)
+        )
         status = "searched"
     return dataclasses.replace(
         best,

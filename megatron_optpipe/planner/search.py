@@ -158,8 +158,11 @@ class Search:
                 continue
             for plan in self.starts:
                 for point in points_of(plan, reading.family, self.tick_ms):
-                    starts.append((self._value(reading, point), index, point))
+                    if time.monotonic() < self.deadline:
+                        starts.append((self._value(reading, point), index, point))
         starts = sorted(starts, key=lambda start: start[:2])[:_CLIMBS]
+        if time.monotonic() > self.deadline:
+            starts = starts[:1]
         found = [
             self._climb(self.readings[i], point, work // self.readings[i].ops // len(starts))
             for makespan, i, point in starts
@@ -181,6 +184,8 @@ class Search:
         seen = {entry[0] for entry in reading.elite}
         count = max(_FEWEST_SHAPES, work // reading.ops)
         for serial in range(count):
+            if time.monotonic() > self.deadline or (reading.elite and self._done(reading)):
+                return
             if serial < len(seeds):
                 shape = seeds[serial]
             elif not reading.elite or serial - len(seeds) < (count - len(seeds)) * _RANDOM:
@@ -194,8 +199,6 @@ class Search:
                 reading.elite.append((makespan, self.built, shape))
                 reading.elite.sort(key=lambda entry: entry[:2])
                 del reading.elite[_ELITE:]
-            if time.monotonic() > self.deadline or (reading.elite and self._done(reading)):
-                return
 
     def _done(self, reading: Reading) -> bool:
         return reading.elite[0][0] <= reading.enough
@@ -253,6 +256,8 @@ def search_plans(
     ``deadline_s``: when to stop at the latest, by ``time.monotonic``; default: the time limit.
     ``starts``: valid plans to improve, beside what the search finds by itself.
     """
+    if deadline_s is not None and time.monotonic() > deadline_s:
+        return
     search = Search(problem, options, starts)
     if deadline_s is not None:
         search.deadline = deadline_s
