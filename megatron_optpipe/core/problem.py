@@ -10,7 +10,7 @@ import copy
 import hashlib
 import json
 import math
-import os
+import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -256,7 +256,8 @@ def write_atomically(path: str | Path, text: str) -> None:
     if target.exists() and not target.is_file():
         target.write_text(text, encoding="utf-8")
         return
-    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
+    # Not the process's number: threads share it, and so may ranks on two nodes of one file system.
+    partial = target.with_name(f".{target.name}.{secrets.token_hex(8)}.partial")
     try:
         partial.write_text(text, encoding="utf-8")
         partial.replace(target)

@@ -10,6 +10,7 @@ import argparse
 import hashlib
 import os
 import sys
+import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -50,7 +51,7 @@ def build_dataset(documents: list[bytes], folder: Path) -> Path:
 
     ``prefix + ".bin"`` holds the tokens (16 bits each), ``prefix + ".idx"`` the index. The name
     bears a digest of the text: the same text is built once. Both files appear whole or not at
-    all, so several processes may build at the same time.
+    all, so several processes and threads may build at the same time.
 
     Raises:
         ValueError: there is no text.
@@ -76,8 +77,9 @@ def _write(documents: list[bytes], data: Path, index: Path) -> None:
     import torch
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
-    unfinished = [path.with_name(f".{path.name}.{os.getpid()}") for path in (data, index)]
-    try:
+    # A folder of our own: another process, or another thread of this one, may build the same.
+    with tempfile.TemporaryDirectory(prefix=f".{data.stem}.", dir=data.parent) as folder:
+        unfinished = [Path(folder, path.name) for path in (data, index)]
         builder = IndexedDatasetBuilder(str(unfinished[0]), dtype=np.uint16)
         for document in documents:
             tokens = np.append(np.frombuffer(document, dtype=np.uint8).astype(np.int32), EOD)
@@ -87,9 +89,6 @@ def _write(documents: list[bytes], data: Path, index: Path) -> None:
         # The index last: who finds it finds the data.
         for path, final in zip(unfinished, (data, index), strict=True):
             os.replace(path, final)
-    finally:
-        for path in unfinished:
-            path.unlink(missing_ok=True)
 
 
 def main(argv: list[str] | None = None) -> int:

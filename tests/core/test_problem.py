@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -158,3 +159,25 @@ def test_durations_and_memory_changes() -> None:
     needy = replace(p, stages=(replace(p.stages[0], backward_frees_bytes=-7), *p.stages[1:]))
     assert needy.memory_change(Op("B", 0, 0)) == (7, 0)
     assert needy.memory_change(Op("W", 0, 0)) == (0, -(10**9 + 7))
+
+
+def test_threads_may_write_one_file_at_a_time_and_it_is_always_whole(tmp_path: Path) -> None:
+    path = tmp_path / "problem.json"
+    written = [problem(), problem((0, 1, 2, 3), 8)]
+    failed: list[BaseException] = []
+
+    def write_often(which: Problem) -> None:
+        try:
+            for _ in range(50):
+                save_problem(which, path)
+                assert load_problem(path) in written
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=write_often, args=(which,)) for which in written]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failed == []
+    assert [entry.name for entry in tmp_path.iterdir()] == ["problem.json"]
