@@ -42,8 +42,12 @@ def pipeline(devices: int, microbatches: int, units: float, offload: float | Non
     if offload:
         rooms = [replace(room, d2h=f"out{d}", h2d=f"back{d}") for d, room in enumerate(rooms)]
     return Problem(
-        microbatches, tuple(range(devices)), (stage,) * devices, tuple(rooms),
-        links if offload else {}, 0.1,
+        microbatches,
+        tuple(range(devices)),
+        (stage,) * devices,
+        tuple(rooms),
+        links if offload else {},
+        0.1,
     )
 
 
@@ -61,8 +65,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=30.0)
     seconds = parser.parse_args().seconds
-    print(f"{'problem':28}{'reductions':20}{'0/1':>7}{'rows':>8}{'nodes':>8}{'s':>8}"
-          f"{'plan':>9}{'bound':>9}")
+    print(
+        f"{'problem':28}{'reductions':20}{'0/1':>7}{'rows':>8}{'nodes':>8}{'s':>8}"
+        f"{'plan':>9}{'bound':>9}"
+    )
     for name, problem in PROBLEMS.items():
         start = make_plan(problem, PlannerOptions(method="search", time_limit_s=1.0))
         for label, reductions in SETTINGS.items():
@@ -72,8 +78,11 @@ def main() -> None:
             took = time.monotonic() - begun
             plan = result.plan or start
             bound = result.lower_bound_ms or 0.0
-            print(f"{name:28}{label:20}{model.num_binaries:7}{model.num_rows:8}"
-                  f"{result.nodes:8}{took:8.1f}{plan.makespan_ms:9.2f}{bound:9.2f}", flush=True)
+            print(
+                f"{name:28}{label:20}{model.num_binaries:7}{model.num_rows:8}"
+                f"{result.nodes:8}{took:8.1f}{plan.makespan_ms:9.2f}{bound:9.2f}",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ run() {
 }
 if [ "$#" -eq 0 ]; then
     run "ruff" "$python" -m ruff check .
+    run "ruff format" "$python" -m ruff format --check .
     run "mypy" "$python" -m mypy
 fi
 run "pytest" "$python" -m pytest "$@"

@@ -95,9 +95,7 @@ def auto(problem: Problem, options: PlannerOptions) -> Plan:
         most = min(_BOUND_MOST_S, _BOUND_SHARE * options.time_limit_s)
         ops = 3 * problem.num_stages * problem.num_microbatches
         hurry = left < ops * _FINISH_S_PER_OP / 2
-        bound = (
-            work_bound(problem) if hurry else lower_bound(problem, most, best.makespan_ms)
-        )
+        bound = work_bound(problem) if hurry else lower_bound(problem, most, best.makespan_ms)
         status = "searched"
     return dataclasses.replace(
         best,

@@ -89,11 +89,14 @@ def _one_machine_ms(network: Network, arcs: list[Arc]) -> float:
     best = 0.0
     for ops in own:
         if ops:
-            best = max(best, preemptive_makespan_ms(
-                [heads[i] for i in ops],
-                [network.duration_ms[i] for i in ops],
-                [tails[i] for i in ops],
-            ))
+            best = max(
+                best,
+                preemptive_makespan_ms(
+                    [heads[i] for i in ops],
+                    [network.duration_ms[i] for i in ops],
+                    [tails[i] for i in ops],
+                ),
+            )
     return best
 
 

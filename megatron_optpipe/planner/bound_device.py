@@ -106,6 +106,7 @@ def preemptive_makespan_ms(
         latest = max(latest, now - tail)
     return latest
 
+
 def work_bound_ms(problem: Problem, reach: Reach) -> float:
     """The largest preemptive one-machine bound of any device, by heads and tails of ``reach``."""
     best = 0.0

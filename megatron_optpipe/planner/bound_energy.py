@@ -78,9 +78,14 @@ def energy_bound_ms(problem: Problem, reach: Reach, least_ms: float) -> float:
     ]
     rooms = [_room(problem, reach, d) for d in range(problem.num_devices)]
     tight = [
-        d for d in range(problem.num_devices)
-        if sum(problem.stages[s].activation_bytes + max(0, -problem.stages[s].backward_frees_bytes)
-               for s in problem.stages_on(d)) * many > problem.devices[d].memory_bytes
+        d
+        for d in range(problem.num_devices)
+        if sum(
+            problem.stages[s].activation_bytes + max(0, -problem.stages[s].backward_frees_bytes)
+            for s in problem.stages_on(d)
+        )
+        * many
+        > problem.devices[d].memory_bytes
     ]
     if not tight:
         return least_ms
@@ -152,8 +157,12 @@ def _room(problem: Problem, reach: Reach, d: int) -> _Room:
         )
         # (What leaves over a link after this time must return, and its B and W must still run.)
     return _Room(
-        float(problem.devices[d].memory_bytes), head, max(rates_up), float(most),
-        max(rates_down), float(most),  # one op may be half done: its activation goes at once
+        float(problem.devices[d].memory_bytes),
+        head,
+        max(rates_up),
+        float(most),
+        max(rates_down),
+        float(most),  # one op may be half done: its activation goes at once
     )
 
 
@@ -209,7 +218,10 @@ class _Links:
         for k, name in enumerate(names):
             limits[len(devices) + k] = max(0.0, makespan_ms - self.closed_ms[name])
         result = linprog(
-            np.zeros(len(choices)), A_ub=rows, b_ub=limits * (1 + 1e-9) + 1e-9,
-            bounds=(0, self.problem.num_microbatches), method="highs",
+            np.zeros(len(choices)),
+            A_ub=rows,
+            b_ub=limits * (1 + 1e-9) + 1e-9,
+            bounds=(0, self.problem.num_microbatches),
+            method="highs",
         )
         return bool(result.status == 0)

@@ -94,9 +94,7 @@ class PlanCache:
                 again = retime(problem, plan, planned_for=old)
             except OptPipeError:
                 continue
-            if not check(problem, again) and (
-                best is None or again.makespan_ms < best.makespan_ms
-            ):
+            if not check(problem, again) and (best is None or again.makespan_ms < best.makespan_ms):
                 best = again
         return best
 
@@ -160,8 +158,12 @@ def _numbers(problem: Problem) -> list[float]:
     numbers: list[float] = []
     for stage in problem.stages:
         numbers += [
-            stage.forward_ms, stage.backward_input_ms, stage.backward_weight_ms,
-            stage.activation_bytes, stage.backward_frees_bytes, stage.offload_bytes,
+            stage.forward_ms,
+            stage.backward_input_ms,
+            stage.backward_weight_ms,
+            stage.activation_bytes,
+            stage.backward_frees_bytes,
+            stage.offload_bytes,
             stage.wire_bytes,
         ]
     numbers += [device.memory_bytes for device in problem.devices]

@@ -205,9 +205,7 @@ def _result(
     return MilpResult(plan, bound, status, nodes)
 
 
-def _plan(
-    problem: Problem, network: Network, ticks: Ticks, said: Mapping[str, Any]
-) -> Plan | None:
+def _plan(problem: Problem, network: Network, ticks: Ticks, said: Mapping[str, Any]) -> Plan | None:
     names = list(network.ops)
     there = [True] * len(names)
     k = 0

@@ -72,8 +72,9 @@ def cover_cuts(v: Variables) -> int:
             row = memory_row(v, a, own, outs, backs)
             releases = [(literal, -size) for literal, size in row if size < 0]
             returned = [v.started_by(back, a) for back in backs]
-            sizes = sorted((size for literal, size in releases if not literal.is_false),
-                           reverse=True)
+            sizes = sorted(
+                (size for literal, size in releases if not literal.is_false), reverse=True
+            )
             needed, room = 0, float(certain - limit)
             while room > 0 and needed < len(sizes):
                 room -= sizes[needed]
@@ -82,8 +83,10 @@ def cover_cuts(v: Variables) -> int:
                 v.model.impossible = True
                 return added
             v.model.at_most(
-                [*((literal, -1.0) for literal, _ in releases),
-                 *((literal, 1.0) for literal in returned)],
+                [
+                    *((literal, -1.0) for literal, _ in releases),
+                    *((literal, 1.0) for literal in returned),
+                ],
                 -float(needed),
             )
             added += 1

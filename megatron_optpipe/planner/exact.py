@@ -337,9 +337,7 @@ class _Search:
                 view.append(max(self.end[i], floor))
         known = self.seen.setdefault(key, [])
         for _, other_missed, other in known:
-            if other_missed & ~missed == 0 and all(
-                a <= b + 1e-9 for a, b in zip(other, view)
-            ):
+            if other_missed & ~missed == 0 and all(a <= b + 1e-9 for a, b in zip(other, view)):
                 return False
         known.append((started, missed, view))
         return True

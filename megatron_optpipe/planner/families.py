@@ -129,8 +129,18 @@ def known_shapes(family: Family) -> list[Shape]:
             shapes.append(Shape(slots=1, group=group, z_lag=z_lag, slack=4.0, patience=0.3))
     for gap in (0.0, 1.0):
         shapes.append(Shape(turn=-30, z_lag=100, gap_x=gap, group=devices, pace_x=0.3, pace_y=0.5))
-        shapes.append(Shape(group=99999, slope_x=1.5, slope_y=0, gap_x=gap, gap_y=2 * gap,
-                            z_lag=100, patience=0.3, pace_x=0.8))
+        shapes.append(
+            Shape(
+                group=99999,
+                slope_x=1.5,
+                slope_y=0,
+                gap_x=gap,
+                gap_y=2 * gap,
+                z_lag=100,
+                patience=0.3,
+                pace_x=0.8,
+            )
+        )
         shapes.append(Shape(slope_x=0, z_lag=100, gap_y=gap, pace_x=0.3, pace_y=0.3))
         shapes.append(Shape(ahead_slope=1, ahead_more=1, gap_x=gap, z_lag=1, patience=0.7))
         shapes.append(Shape(turn=-30, z_lag=0, patience=1.0, gap_x=gap))

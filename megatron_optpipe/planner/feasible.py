@@ -32,9 +32,7 @@ class Mode:
 def modes(problem: Problem) -> list[Mode]:
     """The ways to read a problem, at least one. Raises ``Infeasible``."""
     stages = range(problem.num_stages)
-    full = [
-        s.offload_bytes if problem.can_offload(i) else 0 for i, s in enumerate(problem.stages)
-    ]
+    full = [s.offload_bytes if problem.can_offload(i) else 0 for i, s in enumerate(problem.stages)]
     for d, device in enumerate(problem.devices):
         least = alone_bytes(problem, d, full)
         if least > device.memory_bytes:

@@ -148,7 +148,10 @@ def readings(
 
     def flat(
         mirror: bool,
-        x: list[int], y: list[int], x_hop: list[int], y_hop: list[int],
+        x: list[int],
+        y: list[int],
+        x_hop: list[int],
+        y_hop: list[int],
     ) -> Flat:
         last = problem.num_stages - 1
         x_path, y_path = [0], [0] * (last + 1)

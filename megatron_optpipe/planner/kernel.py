@@ -160,8 +160,7 @@ def start_all(a: Store, now: int, heap: list[int]) -> int:
         for link in range(a[NUM_LINKS]):
             if a[a[LINK_DUE] + link]:
                 a[a[LINK_DUE] + link] = 0
-                if a[a[LINK_KIND] + link] == IDLE and start_transfers(a, link, now, heap
-                ):
+                if a[a[LINK_KIND] + link] == IDLE and start_transfers(a, link, now, heap):
                     started += 1
     return started
 

@@ -215,9 +215,7 @@ def start_compute(a: Store, d: int, now: int, heap: list[int]) -> bool:
     return True
 
 
-def begin(
-    a: Store, d: int, kind: int, stage: int, now: int, heap: list[int]
-) -> None:
+def begin(a: Store, d: int, kind: int, stage: int, now: int, heap: list[int]) -> None:
     """Start the next op of ``kind`` of a stage on its idle device."""
     m = a[NUM_MICROBATCHES]
     if kind == X:

@@ -102,9 +102,7 @@ def leave(a: Store, link: int, now: int) -> int:
     return best
 
 
-def come_back(
-    a: Store, link: int, now: int, heap: list[int]
-) -> int:
+def come_back(a: Store, link: int, now: int, heap: list[int]) -> int:
     """The op index to reload next on an idle link, or NONE; asks to be woken when one is due."""
     m = a[NUM_MICROBATCHES]
     best, best_key, wake = NONE, 0, NO_LIMIT
@@ -141,9 +139,7 @@ def come_back(
     return best
 
 
-def start_transfers(
-    a: Store, link: int, now: int, heap: list[int]
-) -> bool:
+def start_transfers(a: Store, link: int, now: int, heap: list[int]) -> bool:
     """Start what an idle link should carry now; whether something started."""
     m = a[NUM_MICROBATCHES]
     i = come_back(a, link, now, heap)

@@ -80,8 +80,10 @@ def solve(
         return MilpResult(None, None, "infeasible")
     left = time_limit_s - (time.monotonic() - begun)
     result = _solve_model(problem, variables, left, options, feasible=incumbent is not None)
-    if incumbent is not None and result.plan is not None and (
-        result.plan.makespan_ms >= incumbent.makespan_ms - SHORTER_MS
+    if (
+        incumbent is not None
+        and result.plan is not None
+        and (result.plan.makespan_ms >= incumbent.makespan_ms - SHORTER_MS)
     ):
         result = MilpResult(None, result.lower_bound_ms, result.status, result.nodes)
     return result
@@ -117,8 +119,12 @@ def improve_window(
 
 
 def _solve_model(
-    problem: Problem, variables: Variables, time_limit_s: float, options: MilpOptions,
-    *, feasible: bool,
+    problem: Problem,
+    variables: Variables,
+    time_limit_s: float,
+    options: MilpOptions,
+    *,
+    feasible: bool,
 ) -> MilpResult:
     begun = time.monotonic()
     arrays = variables.model.arrays(variables.makespan)
@@ -215,4 +221,3 @@ def _enough_ms(problem: Problem) -> float:
             one = sum(problem.duration_ms(Op(kind, s, 0)) for kind in "OR")
             total += one * problem.num_microbatches
     return total
-

@@ -105,9 +105,7 @@ class Model:
         for literal, weight in weighted:
             limit -= literal.const * weight
             if literal.factor:
-                terms[literal.column] = (
-                    terms.get(literal.column, 0.0) + literal.factor * weight
-                )
+                terms[literal.column] = terms.get(literal.column, 0.0) + literal.factor * weight
         kept = [(column, factor) for column, factor in terms.items() if factor]
         if sum(max(0.0, factor) for _, factor in kept) <= limit + 1e-9:
             return  # cannot be broken

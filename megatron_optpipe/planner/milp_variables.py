@@ -63,8 +63,11 @@ class Variables:
         self.free = self._free_numbers(free)
         fixed = self._kept_order() if self.kept_start else []
         windows = tight_windows(
-            self.network, fixed, horizon_ms,
-            fix=reductions.windows, memory=reductions.memory_arcs,
+            self.network,
+            fixed,
+            horizon_ms,
+            fix=reductions.windows,
+            memory=reductions.memory_arcs,
             free=self.free if self.kept_start else None,
         )
         self.arcs: list[Arc] = [*self.network.arcs, *fixed, *windows.forced]
@@ -91,12 +94,16 @@ class Variables:
         arcs: list[Arc] = []
         for d in range(self.problem.num_devices):
             kept = [
-                i for i, op in enumerate(self.network.ops)
+                i
+                for i, op in enumerate(self.network.ops)
                 if self.network.device[i] == d and i not in self.free
             ]
-            kept.sort(key=lambda i: (self.kept_start[self.network.ops[i]],
-                                     self.kept_start[self.network.ops[i]]
-                                     + self.network.duration_ms[i]))
+            kept.sort(
+                key=lambda i: (
+                    self.kept_start[self.network.ops[i]],
+                    self.kept_start[self.network.ops[i]] + self.network.duration_ms[i],
+                )
+            )
             arcs += [(a, b, 0.0) for a, b in zip(kept, kept[1:])]
         return arcs
 
@@ -155,8 +162,10 @@ class Variables:
         """
         arcs: list[ConditionalArc] = []
         ops, near = self.network.ops, TIME_TOLERANCE_MS
-        kept = sorted((i for i in range(len(ops)) if self.is_kept(i)),
-                      key=lambda i: self.kept_ms(i, end=False))
+        kept = sorted(
+            (i for i in range(len(ops)) if self.is_kept(i)),
+            key=lambda i: self.kept_ms(i, end=False),
+        )
         moves = [i for i in kept if ops[i].kind not in COMPUTE]
         links: dict[str, list[int]] = {}
         for i in moves:
@@ -226,8 +235,10 @@ class Variables:
         one, two = self.network.ops[a], self.network.ops[b]
         if self.is_kept(a) and self.is_kept(b):
             return TRUE if self.kept_ms(a, end=False) < self.kept_ms(b, end=False) else FALSE
-        if one.kind == two.kind and one.stage == two.stage and (
-            one.kind in COMPUTE or self.reductions.symmetry
+        if (
+            one.kind == two.kind
+            and one.stage == two.stage
+            and (one.kind in COMPUTE or self.reductions.symmetry)
         ):
             return TRUE if one.microbatch < two.microbatch else FALSE
         if one[1:] == two[1:] and {one.kind, two.kind} == {"O", "R"}:
@@ -249,8 +260,9 @@ class Variables:
             self.earliest[a] + self.length[a] > self.latest[b] + 1e-6
         )
 
-    def link(self, a: int, b: int, literals: tuple[Literal, ...], lag_ms: float = 0.0
-             ) -> ConditionalArc:
+    def link(
+        self, a: int, b: int, literals: tuple[Literal, ...], lag_ms: float = 0.0
+    ) -> ConditionalArc:
         """Where all literals are 1, op b starts at least ``lag_ms`` after op a ends."""
         return ConditionalArc(a, b, literals, lag_ms)
 

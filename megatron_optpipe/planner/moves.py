@@ -99,9 +99,7 @@ def _other_keys(keys: Keys, family: Family, dice: random.Random, offload: bool) 
         chosen &= family.stage == dice.randrange(flat.num_stages)
     elif draw < 0.85:
         at = dice.randrange(flat.num_stages)
-        chosen &= (family.stage >= at) & (
-            family.stage < at + dice.choice((2, 4, flat.num_devices))
-        )
+        chosen &= (family.stage >= at) & (family.stage < at + dice.choice((2, 4, flat.num_devices)))
     if offload:
         leave = keys.may_leave.copy()
         leave[chosen] = dice.choice((0, 1)) * family.may_leave[family.stage[chosen]]

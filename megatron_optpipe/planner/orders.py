@@ -89,9 +89,7 @@ CLASSIC_ORDERS: Mapping[str, Callable[[Problem], Orders]] = MappingProxyType(
 """Every classic schedule by the name a user types."""
 
 
-def _one_forward_one_backward(
-    problem: Problem, name: str, *, ahead: int, deferral: int
-) -> Orders:
+def _one_forward_one_backward(problem: Problem, name: str, *, ahead: int, deferral: int) -> Orders:
     """Warm up with ``ahead`` forwards for every device behind, then F and B in turn, W late.
 
     A device that owns several consecutive stages runs them as one. W of the i-th device of the

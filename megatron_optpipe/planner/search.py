@@ -136,9 +136,7 @@ class Search:
 
     def _on_a_shorter_problem(self, seeds: list[Shape], work: int) -> list[Shape]:
         """The best shapes of fewer microbatches; a shape says how any number goes through."""
-        short = dataclasses.replace(
-            self.problem, num_microbatches=self._short_microbatches() or 1
-        )
+        short = dataclasses.replace(self.problem, num_microbatches=self._short_microbatches() or 1)
         found: list[Shape] = []
         readings = [self._reading(mode.readings.forward, mode) for mode in modes(short)]
         for reading in readings:

@@ -75,8 +75,9 @@ def settle(
         answer = solve(problem, best, 0.6 * left, options)
     best = answer.plan or best
     if answer.lower_bound_ms is not None and answer.lower_bound_ms > bound.ms:
-        bound = Bound(min(answer.lower_bound_ms, best.makespan_ms),
-                      "CP-SAT" if use_cpsat else "MILP")
+        bound = Bound(
+            min(answer.lower_bound_ms, best.makespan_ms), "CP-SAT" if use_cpsat else "MILP"
+        )
     if _closed(best, bound) or ops > MAX_SEARCH_OPS:
         return Settled(best, bound, "optimal" if _closed(best, bound) else answer.status)
     left = time_limit_s - (time.monotonic() - begun)
@@ -84,8 +85,9 @@ def settle(
     best = found.plan or best
     if found.proven:
         return Settled(best, Bound(best.makespan_ms * (1 - 1e-6), "exact search"), "optimal")
-    return Settled(best, bound, "time limit" if not answer.status.startswith("fail")
-                   else answer.status)
+    return Settled(
+        best, bound, "time limit" if not answer.status.startswith("fail") else answer.status
+    )
 
 
 def _closed(plan: Plan, bound: Bound) -> bool:

@@ -103,9 +103,7 @@ class Executor:
         self._own = {*self._compute_ops, *program.offload, *program.reload}
         self._sent = {i.message.producer for i in program.items if isinstance(i, Send)}
         self._received = {
-            consumer_of(i.message.producer): i.message
-            for i in program.items
-            if isinstance(i, Recv)
+            consumer_of(i.message.producer): i.message for i in program.items if isinstance(i, Recv)
         }
         transfers = (*program.offload, *program.reload)
         waited = {first for op in transfers for first in program.waits.get(op, ())}

@@ -183,8 +183,7 @@ class GroupTransport:
         except RuntimeError as failure:
             waited_s = time.monotonic() - began
             raise PeerLost(
-                f"{what} of {message} failed after {waited_s:.1f} s: "
-                f"{str(failure).splitlines()[0]}"
+                f"{what} of {message} failed after {waited_s:.1f} s: {str(failure).splitlines()[0]}"
             ) from failure
 
     def _irecv(self, tensor: Tensor, peer: int, message: Message, tag: int = 0) -> dist.Work:

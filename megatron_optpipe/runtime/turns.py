@@ -47,9 +47,7 @@ class StoreTurns:
     ``connect`` makes one: a thread that blocks in a store holds its connection.
     """
 
-    def __init__(
-        self, connect: Callable[[], Store], awaited: frozenset[Op], abort: Abort
-    ) -> None:
+    def __init__(self, connect: Callable[[], Store], awaited: frozenset[Op], abort: Abort) -> None:
         self._connect = connect
         self._of_thread = threading.local()
         self._awaited = awaited

@@ -72,32 +72,65 @@ class Exhaustive:
         device = problem.devices[d]
         act, frees = stage.activation_bytes, stage.backward_frees_bytes
         self._add("F", s, stage.forward_ms, f"device {d}", [(d, act)], [])
-        self._add("B", s, stage.backward_input_ms, f"device {d}",
-                  [(d, -frees)] if frees < 0 else [], [(d, frees)] if frees > 0 else [])
+        self._add(
+            "B",
+            s,
+            stage.backward_input_ms,
+            f"device {d}",
+            [(d, -frees)] if frees < 0 else [],
+            [(d, frees)] if frees > 0 else [],
+        )
         self._add("W", s, stage.backward_weight_ms, f"device {d}", [], [(d, act - frees)])
         if stage.offload_bytes > 0 and device.d2h is not None and device.h2d is not None:
             size, wire = stage.offload_bytes, stage.offload_wire_bytes
             wire = size if wire is None else wire
             out, back = problem.links[device.d2h], problem.links[device.h2d]
             host = [(len(problem.devices), wire)] if problem.host_memory_bytes is not None else []
-            self._add("O", s, out.latency_ms + wire / (out.gbps * 1e6), f"link {device.d2h}",
-                      host, [(d, size)])
-            self._add("R", s, back.latency_ms + wire / (back.gbps * 1e6), f"link {device.h2d}",
-                      [(d, size)], host)
+            self._add(
+                "O",
+                s,
+                out.latency_ms + wire / (out.gbps * 1e6),
+                f"link {device.d2h}",
+                host,
+                [(d, size)],
+            )
+            self._add(
+                "R",
+                s,
+                back.latency_ms + wire / (back.gbps * 1e6),
+                f"link {device.h2d}",
+                [(d, size)],
+                host,
+            )
 
-    def _add(self, kind: str, s: int, duration: float, resource: str,
-             takes: list[tuple[int, int]], gives: list[tuple[int, int]]) -> None:
+    def _add(
+        self,
+        kind: str,
+        s: int,
+        duration: float,
+        resource: str,
+        takes: list[tuple[int, int]],
+        gives: list[tuple[int, int]],
+    ) -> None:
         if resource not in self.resources:
             self.resources.append(resource)
         for j in range(self.problem.num_microbatches):
             self.index[kind, s, j] = len(self.ops)
-            self.ops.append(_Op((kind, s, j), duration, self.resources.index(resource),
-                                list(takes), list(gives)))
+            self.ops.append(
+                _Op(
+                    (kind, s, j), duration, self.resources.index(resource), list(takes), list(gives)
+                )
+            )
 
     def _link_ops(self) -> None:
         stages, index = len(self.problem.stages), self.index
-        before = {"F": [("F", -1)], "B": [("F", 0), ("B", 1)], "W": [("B", 0)],
-                  "O": [("F", 0)], "R": [("O", 0)]}
+        before = {
+            "F": [("F", -1)],
+            "B": [("F", 0), ("B", 1)],
+            "W": [("B", 0)],
+            "O": [("F", 0)],
+            "R": [("O", 0)],
+        }
         until = {"F": "B", "B": "W", "O": "R", "R": "B"}
         for (kind, s, j), i in index.items():
             op = self.ops[i]
@@ -151,8 +184,9 @@ class Exhaustive:
         self._extend(0, 0.0, [0.0] * len(self.resources), pools, work)
         return self.best
 
-    def _extend(self, started: int, now: float, free: list[float], pools: list[Pool],
-                work: list[float]) -> None:
+    def _extend(
+        self, started: int, now: float, free: list[float], pools: list[Pool], work: list[float]
+    ) -> None:
         """Try every completion of one partial plan; `work` is what its resources still have."""
         if started & self.required == self.required:
             self._accept(started)
@@ -190,8 +224,11 @@ class Exhaustive:
                 left[op.resource] -= op.duration
             then_free = list(free)
             then_free[op.resource] = end
-            if any(max(then_free[r], start) + todo >= self.horizon - SLACK_MS
-                   for r, todo in enumerate(left) if todo > 1e-9):
+            if any(
+                max(then_free[r], start) + todo >= self.horizon - SLACK_MS
+                for r, todo in enumerate(left)
+                if todo > 1e-9
+            ):
                 continue
             before, self.ends[i] = self.ends[i], end
             self._extend(started | 1 << i, start, then_free, _use(pools, op, start, end), left)
@@ -201,8 +238,11 @@ class Exhaustive:
         latest = max(self.ends)  # every transfer ends before some B starts
         if latest < self.horizon - SLACK_MS:
             self.horizon = self.best = latest
-            self.starts = {op.name: self.ends[i] - op.duration
-                           for i, op in enumerate(self.ops) if started >> i & 1}
+            self.starts = {
+                op.name: self.ends[i] - op.duration
+                for i, op in enumerate(self.ops)
+                if started >> i & 1
+            }
 
     def _open(self, i: int, started: int) -> bool:
         """What `needs` cannot say: transfers are optional, come in pairs and keep their order."""

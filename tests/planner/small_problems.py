@@ -7,7 +7,15 @@ import random
 from megatron_optpipe.core.problem import Device, Link, Problem, Stage
 
 LAYOUTS: tuple[tuple[int, ...], ...] = (
-    (0,), (0, 1), (0, 1), (0, 1, 2), (0, 1, 2), (0, 1, 2), (0, 1, 1, 0), (0, 1, 0, 1), (0, 0),
+    (0,),
+    (0, 1),
+    (0, 1),
+    (0, 1, 2),
+    (0, 1, 2),
+    (0, 1, 2),
+    (0, 1, 1, 0),
+    (0, 1, 0, 1),
+    (0, 0),
 )
 
 
@@ -32,21 +40,22 @@ def small_problem(seed: int, *, offload: bool | None = None) -> Problem:
             continue
         size = rng.choice((2, 4, 6)) * 1_000_000
         frees = rng.choice((size // 2, size // 2, size, 0, size // 4, -1_000_000))
-        stages.append(Stage(
-            forward_ms=rng.randint(5, 15) / 10,
-            backward_input_ms=rng.randint(5, 18) / 10,
-            backward_weight_ms=rng.choice((0, 4, 8, 10, 12)) / 10,
-            activation_bytes=size,
-            backward_frees_bytes=frees,
-            offload_bytes=rng.choice((size, size, size // 2)) if with_offload else 0,
-        ))
+        stages.append(
+            Stage(
+                forward_ms=rng.randint(5, 15) / 10,
+                backward_input_ms=rng.randint(5, 18) / 10,
+                backward_weight_ms=rng.choice((0, 4, 8, 10, 12)) / 10,
+                activation_bytes=size,
+                backward_frees_bytes=frees,
+                offload_bytes=rng.choice((size, size, size // 2)) if with_offload else 0,
+            )
+        )
     links: dict[str, Link] = {}
     kind = rng.choice(("full", "half", "shared"))
     devices: list[Device] = []
     for d in range(num_devices):
         own = [stages[s] for s, owner in enumerate(layout) if owner == d]
-        largest = max(stage.activation_bytes + max(0, -stage.backward_frees_bytes)
-                      for stage in own)
+        largest = max(stage.activation_bytes + max(0, -stage.backward_frees_bytes) for stage in own)
         factor = rng.choice((1.0, 1.0, 1.5, 2.0, 3.0)) * (1 if chunks == 1 else chunks)
         limit = int(largest * factor) // 1_000_000 * 1_000_000
         if not with_offload:

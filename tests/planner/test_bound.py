@@ -144,11 +144,18 @@ def test_weight_gradients_that_wait_hold_memory() -> None:
     # seven forwards and hops; all of the 48 ms but that B, its W and two more; its way back up
     assert bound == pytest.approx(7.7 + 48 - 4 + 1 + 7.7 + 1)
     two_chunks = replace(
-        problem, stage_device=(*range(8), *range(8)),
+        problem,
+        stage_device=(*range(8), *range(8)),
         stages=tuple(
-            replace(stage, forward_ms=0.5, backward_input_ms=0.5, backward_weight_ms=0.5,
-                    activation_bytes=SIZE // 2, backward_frees_bytes=SIZE // 4,
-                    offload_bytes=SIZE // 2)
+            replace(
+                stage,
+                forward_ms=0.5,
+                backward_input_ms=0.5,
+                backward_weight_ms=0.5,
+                activation_bytes=SIZE // 2,
+                backward_frees_bytes=SIZE // 4,
+                offload_bytes=SIZE // 2,
+            )
             for stage in problem.stages * 2
         ),
     )

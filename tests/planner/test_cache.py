@@ -22,9 +22,7 @@ OPTIONS = PlannerOptions(method="greedy")
 
 def _problem(factor: float = 1.0, **changes: object) -> Problem:
     problem = small_problem(51)
-    stages = tuple(
-        replace(stage, forward_ms=stage.forward_ms * factor) for stage in problem.stages
-    )
+    stages = tuple(replace(stage, forward_ms=stage.forward_ms * factor) for stage in problem.stages)
     return replace(problem, stages=stages, **changes)  # type: ignore[arg-type]
 
 
@@ -86,9 +84,10 @@ def test_an_entry_with_an_invalid_plan_is_ignored(tmp_path: Path) -> None:
     problem = _problem()
     plan = _planned(problem)
     lane = plan.devices[0].compute
-    broken = replace(plan.devices[0], compute=(lane[0], *(
-        timed._replace(start_ms=timed.start_ms + 0.05) for timed in lane[1:]
-    )))
+    broken = replace(
+        plan.devices[0],
+        compute=(lane[0], *(timed._replace(start_ms=timed.start_ms + 0.05) for timed in lane[1:])),
+    )
     cache.put(problem, OPTIONS, replace(plan, devices=(broken, *plan.devices[1:])))
     with pytest.warns(RuntimeWarning, match="not valid"):
         assert cache.get(problem, OPTIONS) is None
@@ -112,9 +111,12 @@ def test_a_start_that_no_longer_fits_is_not_given(tmp_path: Path) -> None:
     cache = PlanCache(tmp_path)
     old = small_problem(28)
     cache.put(old, OPTIONS, _planned(old))
-    tight = replace(old, devices=tuple(
-        replace(device, memory_bytes=int(device.memory_bytes * 0.9)) for device in old.devices
-    ))
+    tight = replace(
+        old,
+        devices=tuple(
+            replace(device, memory_bytes=int(device.memory_bytes * 0.9)) for device in old.devices
+        ),
+    )
     start = cache.nearest(tight)
     assert start is None or not check(tight, start)
 
@@ -150,9 +152,7 @@ def _put_often(directory: str, seed: int) -> None:
 
 def test_ranks_at_once_leave_whole_entries(tmp_path: Path) -> None:
     context = multiprocessing.get_context("spawn")
-    ranks = [
-        context.Process(target=_put_often, args=(str(tmp_path), seed)) for seed in range(2)
-    ]
+    ranks = [context.Process(target=_put_often, args=(str(tmp_path), seed)) for seed in range(2)]
     for rank in ranks:
         rank.start()
     cache = PlanCache(tmp_path)

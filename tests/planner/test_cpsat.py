@@ -38,10 +38,13 @@ def test_same_optimum_as_the_exhaustive_search(seed: int) -> None:
 @installed
 def test_durations_that_are_no_round_numbers() -> None:
     problem = small_problem(6)
-    odd = replace(problem, stages=tuple(
-        replace(stage, forward_ms=stage.forward_ms * (1 + 0.0123456789 * (s + 1)))
-        for s, stage in enumerate(problem.stages)
-    ))
+    odd = replace(
+        problem,
+        stages=tuple(
+            replace(stage, forward_ms=stage.forward_ms * (1 + 0.0123456789 * (s + 1)))
+            for s, stage in enumerate(problem.stages)
+        ),
+    )
     start = make_plan(odd, GREEDY)
     answer = cpsat.solve(odd, start, 60.0)
     plan = answer.plan or start
@@ -68,12 +71,18 @@ def test_the_same_seed_gives_the_same_plan() -> None:
         ("import time; time.sleep(600)", "killed"),
         ("raise ImportError('no ortools')", "no ortools"),
         ("print('nonsense')", "unreadable"),
-        ("print('{\"status\": \"INFEASIBLE\", \"bound\": null}')", "infeasible"),
-        ("print('{\"status\": \"OPTIMAL\", \"bound\": 1, \"nodes\": 1, \"starts\": [0], "
-         "\"choices\": []}')", "unreadable"),
-        ("import json, sys; a = json.loads(sys.stdin.read()); print(json.dumps({'status': "
-         "'OPTIMAL', 'bound': 1, 'nodes': 0, 'starts': [0] * len(a['ops']), "
-         "'choices': [0] * a['choices']}))", "no valid plan"),
+        ('print(\'{"status": "INFEASIBLE", "bound": null}\')', "infeasible"),
+        (
+            'print(\'{"status": "OPTIMAL", "bound": 1, "nodes": 1, "starts": [0], '
+            '"choices": []}\')',
+            "unreadable",
+        ),
+        (
+            "import json, sys; a = json.loads(sys.stdin.read()); print(json.dumps({'status': "
+            "'OPTIMAL', 'bound': 1, 'nodes': 0, 'starts': [0] * len(a['ops']), "
+            "'choices': [0] * a['choices']}))",
+            "no valid plan",
+        ),
     ],
 )
 def test_a_bad_child_leaves_the_incumbent_and_one_warning(

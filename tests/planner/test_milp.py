@@ -36,8 +36,9 @@ def _pipeline(devices: int, microbatches: int, units: float, offload: bool = Fal
         tuple(range(devices)),
         (stage,) * devices,
         tuple(
-            Device(int(units * size), f"out{d}", f"back{d}") if offload else Device(
-                int(units * size))
+            Device(int(units * size), f"out{d}", f"back{d}")
+            if offload
+            else Device(int(units * size))
             for d in range(devices)
         ),
         links if offload else {},

@@ -17,7 +17,7 @@ from tests.planner.small_problems import small_problem
 LONG = (
     4, 13, 15, 16, 41, 45, 47, 52, 53, 58, 59, 61, 64, 65, 73, 76, 78, 80, 99, 119, 128, 131, 138,
     144, 153, 172, 173, 177, 182, 184, 195, 217, 218, 221, 225, 226,
-)
+)  # fmt: skip
 """Seeds left out: 3 devices or 4 stages with offload that take an exact search over ten seconds."""
 SEEDS = [seed for seed in range(300) if seed not in LONG][:200]
 INLINE = MilpOptions(backend="inline")
@@ -65,4 +65,3 @@ def test_exact_search_without_a_start_and_with_no_budget() -> None:
     stopped = solve_exactly(small_problem(6), start, 60.0, max_states=3)
     assert not stopped.proven
     assert stopped.states <= 4
-

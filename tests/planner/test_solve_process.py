@@ -53,9 +53,15 @@ STUBS = {
 def _knapsack() -> Arrays:
     """Minimise -3a - 2b over whole a, b in 0..5 with 2a + b <= 7: a = 1, b = 5, value -13."""
     return Arrays(
-        np.array([-3.0, -2.0]), np.zeros(2), np.full(2, 5.0), np.ones(2, dtype=np.int8),
-        np.array([0, 0]), np.array([0, 1]), np.array([2.0, 1.0]),
-        np.array([-np.inf]), np.array([7.0]),
+        np.array([-3.0, -2.0]),
+        np.zeros(2),
+        np.full(2, 5.0),
+        np.ones(2, dtype=np.int8),
+        np.array([0, 0]),
+        np.array([0, 1]),
+        np.array([2.0, 1.0]),
+        np.array([-np.inf]),
+        np.array([7.0]),
     )
 
 
@@ -145,9 +151,7 @@ def test_false_infeasible_is_retried_without_presolve(monkeypatch: pytest.Monkey
             return solve_process.Answer("infeasible")
         return solve_process.solve_inline(arrays, time_limit_s, mip_gap=mip_gap)
 
-    monkeypatch.setattr(
-        "megatron_optpipe.planner.milp.SOLVERS", {"scipy": wrong_with_presolve}
-    )
+    monkeypatch.setattr("megatron_optpipe.planner.milp.SOLVERS", {"scipy": wrong_with_presolve})
     result = solve(problem, incumbent, 60.0)
     assert asked == [True, False]
     assert result.plan is not None

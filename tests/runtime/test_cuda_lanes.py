@@ -33,9 +33,7 @@ def run(name: str, gpu: Gpu, iterations: int = 2) -> list[BaseException]:
         store = ActivationStore(codec=StreamCodec(gpu), min_bytes=1)
         handlers = ToyHandlers(problem, stages, inputs, store)
         transport = LocalTransport(net)
-        executors.append(
-            Executor(program, handlers, transport, lanes, store, abort=net.abort)
-        )
+        executors.append(Executor(program, handlers, transport, lanes, store, abort=net.abort))
         every_lane.append(lanes)
     failures: list[BaseException] = []
     for _ in range(iterations):

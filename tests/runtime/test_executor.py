@@ -126,9 +126,7 @@ def test_nothing_grows_after_the_second_iteration(name: str) -> None:
         reserved.append([store.pool.reserved_bytes for store in job.stores])
         assert all(store.freed_bytes > 0.5 * store.moved_bytes for store in job.stores)
     assert reserved[1] == reserved[4]
-    assert all(
-        s.pool.peak_requested_bytes <= s.pool.reserved_bytes for s in job.stores
-    )
+    assert all(s.pool.peak_requested_bytes <= s.pool.reserved_bytes for s in job.stores)
     job.close()
 
 

@@ -134,16 +134,12 @@ def _iterate(
             abort,
         ),
         before_copy=(lambda _: sleep_until(now_s() + task.slow_copy_s)),
-        after_copy=(
-            lambda op, began: sleep_until(began + problem.duration_ms(op) * scale * 1e-3)
-        ),
+        after_copy=(lambda op, began: sleep_until(began + problem.duration_ms(op) * scale * 1e-3)),
     )
     handlers = SleepingHandlers(
         problem, activations, scale=scale, byte_scale=task.byte_scale, fail_at=task.fail_at
     )
-    executor = Executor(
-        programs[device], handlers, transport, lanes, activations, recorder, abort
-    )
+    executor = Executor(programs[device], handlers, transport, lanes, activations, recorder, abort)
     num_compute = len(task.plan.devices[device].compute)
     for iteration in range(task.iterations):
         activations.start()
