@@ -36,7 +36,7 @@ find_python() {
 # uv unpacks torch's gigabytes several times faster than pip; where there is none it is fetched into
 # the venv. Where it fails (pip may know a mirror that uv does not) pip does all.
 install() {
-    local wanted=(--quiet --constraint "$constraints" --editable "$root[megatron,view,fast,dev]")
+    local wanted=(--quiet --constraint "$constraints" --editable "$root[megatron,view,fast,exact,dev]")
     local pip=("$venv/bin/python" -m pip install --disable-pip-version-check) uv=uv
     "$venv/bin/python" -m pip --version >/dev/null 2>&1 || "$venv/bin/python" -m ensurepip >&2
     if ! uv --version >/dev/null 2>&1; then
@@ -72,6 +72,8 @@ fi
 say "setup: installing torch, megatron-core and the rest (several GB the first time) ..."
 start=$SECONDS
 install
+say "setup: compiling the planner's list scheduler, once ..."
+"$venv/bin/python" -m megatron_optpipe.planner.warm >&2 || true
 printf '%s\n' "$wanted" >"$stamp"
 say "setup: done in $((SECONDS - start)) s"
 printf '%s\n' "$venv/bin/python"

@@ -359,6 +359,20 @@ def test_the_same_seed_gives_the_same_plan_but_for_times_of_planning(tmp_path: P
     assert first.makespan_ms == second.makespan_ms
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_search_without_its_compiled_form_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiled: bool
+) -> None:
+    from megatron_optpipe.planner import listsched
+
+    monkeypatch.setattr(listsched, "compiled_for", lambda time_limit_s: compiled)
+    output = tmp_path / "plan.json"
+    done = optpipe("plan", OFFLOAD, "-o", output, "--method", "search", "--time-limit", "200ms")
+    assert done.code == 0, done
+    assert ("planner.warm" in done.err) is not compiled
+    assert done.err.count("\n") == (0 if compiled else 1)
+
+
 def test_a_limit_that_holds_no_microbatch_is_refused(tmp_path: Path) -> None:
     document = json.loads(PROBLEM.read_text())
     document["devices"][1]["memory_bytes"] = 10

@@ -16,6 +16,12 @@ from megatron_optpipe.cli.arguments import (
 )
 from megatron_optpipe.cli.files import read_plannable, require_writable
 
+UNCOMPILED = (
+    "note: the search ran as plain Python, some fifty times slower than compiled: "
+    "pip install 'megatron-optpipe[fast]', then once: python -m "
+    "megatron_optpipe.planner.warm"
+)
+
 
 @click.command(short_help="Make a plan for a problem.")
 @problem_argument()
@@ -82,6 +88,7 @@ def plan(
     from megatron_optpipe.core.check import require_valid
     from megatron_optpipe.core.plan import save_plan
     from megatron_optpipe.planner import PlannerOptions, make_plan
+    from megatron_optpipe.planner.listsched import compiled_for
     from megatron_optpipe.view.report import plan_report
 
     options = PlannerOptions(
@@ -98,4 +105,7 @@ def plan(
     save_plan(made, plan_file)
     for line in plan_report(problem, made):
         click.echo(line)
+    searched = method in ("auto", "search") and not (made.solver_status or "").startswith("optimal")
+    if searched and not compiled_for(time_limit_s):
+        click.echo(UNCOMPILED, err=True)
     click.echo(f"written to {plan_file}")

@@ -80,10 +80,18 @@ def test_set_up_passes_over_a_dead_shim_and_installs_once(sandbox: Sandbox) -> N
     assert python == str(sandbox.repo / ".venv/bin/python")
     (install,) = sandbox.calls("--editable")
     assert "--constraint" in install
-    assert install.endswith("[megatron,view,fast,dev]")
+    assert install.endswith("[megatron,view,fast,exact,dev]")
     second = sandbox.run("setup.sh")
     assert second.stdout.splitlines() == [python]
     assert second.stderr == ""
+    assert len(sandbox.calls("--editable")) == 1
+    assert len(sandbox.calls("planner.warm")) == 1
+
+
+def test_a_scheduler_that_does_not_compile_stops_nothing(sandbox: Sandbox) -> None:
+    sandbox.put("python3.12", STUB)
+    assert sandbox.run("setup.sh", FAIL_AT="*planner.warm*").returncode == 0
+    assert sandbox.run("setup.sh").returncode == 0
     assert len(sandbox.calls("--editable")) == 1
 
 
@@ -124,7 +132,12 @@ def test_one_failure_fails_the_suite_and_stops_nothing(sandbox: Sandbox, failing
     done = sandbox.run("test.sh", FAIL_AT=f"*{failing}*")
     assert done.returncode == 1
     assert f"failed: {failing}" in done.stderr
-    assert [call.split()[1] for call in sandbox.calls("-m ")] == ["ruff", "mypy", "pytest"]
+    assert [call.split()[1] for call in sandbox.calls("-m ")] == [
+        "ruff",
+        "ruff",
+        "mypy",
+        "pytest",
+    ]
 
 
 def test_arguments_go_to_pytest_alone(sandbox: Sandbox) -> None:
