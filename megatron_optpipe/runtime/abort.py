@@ -13,6 +13,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable
+from typing import Any
 
 from torch.distributed.distributed_c10d import Store
 
@@ -85,9 +86,13 @@ class StoreAbort(Abort):
         self._thread.start()
 
     def fail(self, fault: RuntimeFault) -> None:
-        """Keep the fault and, if it is this rank's own, tell the others first."""
+        """Keep the fault and, if it is this rank's own, tell the others first.
+
+        Where another rank was first with a fault of its own, that one is kept: this rank's is
+        mostly its consequence, seen before the note of it was.
+        """
         if self.fault is None and not isinstance(fault, Aborted):
-            self._publish(fault)
+            fault = self._publish(fault)
         super().fail(fault)
 
     def close(self) -> None:
@@ -95,7 +100,8 @@ class StoreAbort(Abort):
         self._closed.set()
         self._thread.join(timeout=2 * self._poll_s + 1.0)
 
-    def _publish(self, fault: RuntimeFault) -> None:
+    def _publish(self, fault: RuntimeFault) -> RuntimeFault:
+        """Note ``fault`` where all ranks look; the fault that stands there now."""
         note = {
             "rank": fault.rank,
             "op": None if fault.op is None else list(fault.op),
@@ -104,10 +110,10 @@ class StoreAbort(Abort):
         }
         try:
             with self._store_lock:
-                # The first rank to write wins: the others' faults are mostly its consequences.
-                self._store.compare_set("fault", "", json.dumps(note))
+                stands = json.loads(self._store.compare_set("fault", "", json.dumps(note)))
         except RuntimeError:
-            pass  # the store went with its host; the closed connections tell the others
+            return fault  # the store went with its host; the closed connections tell the others
+        return fault if stands == note else _aborted(stands)
 
     def _read(self) -> RuntimeFault | None:
         try:
@@ -117,8 +123,7 @@ class StoreAbort(Abort):
                 note = json.loads(self._store.get("fault"))
         except RuntimeError:
             return None
-        op = None if note["op"] is None else Op(*note["op"])
-        return Aborted(note["message"], rank=note["rank"], op=op, position=note["position"])
+        return _aborted(note)
 
     def _watch(self) -> None:
         while self.fault is None and not self._closed.wait(self._poll_s):
@@ -134,3 +139,8 @@ class StoreAbort(Abort):
             flush=True,
         )
         os._exit(70)
+
+
+def _aborted(note: dict[str, Any]) -> Aborted:
+    op = None if note["op"] is None else Op(*note["op"])
+    return Aborted(note["message"], rank=note["rank"], op=op, position=note["position"])

@@ -252,7 +252,7 @@ class Executor:
         text = describe(rank, op, position, f"{type(failure).__name__}: {failure}")
         fault = RuntimeFault(text, rank=rank, op=op, position=position)
         self._abort.fail(fault)
-        return fault
+        return self._abort.fault or fault  # another rank's, if that was first
 
 
 def consumer_of(op: Op) -> Op:

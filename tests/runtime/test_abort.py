@@ -45,7 +45,21 @@ def test_others_learn_rank_op_and_position() -> None:
         ranks[2].check()
     assert (raised.value.rank, raised.value.op) == (1, Op("F", 1, 4))
     assert raised.value.position == "position 3 of 9"
+    with pytest.raises(Aborted, match=r"rank 1 failed at F\(1,4\)"):
+        ranks[0].check()  # its own came second
     for rank in ranks:
+        rank.close()
+
+
+def test_a_later_fault_gives_way_even_where_the_note_was_not_seen() -> None:
+    store = HashStore()
+    never = [StoreAbort(PrefixStore("x", store), r, poll_s=600, grace_s=None) for r in range(2)]
+    first, second = fault(1), fault(0)
+    never[1].fail(first)
+    never[0].fail(second)
+    assert never[1].fault is first
+    assert str(never[0].fault) == str(first)
+    for rank in never:
         rank.close()
 
 
