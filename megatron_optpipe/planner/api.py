@@ -9,12 +9,11 @@ from types import MappingProxyType
 
 from megatron_optpipe.core.check import require_valid
 from megatron_optpipe.core.errors import Deadlock, OptPipeError
-from megatron_optpipe.core.op import TIME_TOLERANCE_MS
 from megatron_optpipe.core.plan import Plan
 from megatron_optpipe.core.problem import Problem
 from megatron_optpipe.core.timing import time_orders
 from megatron_optpipe.planner.adaoffload import adaoffload, greedy
-from megatron_optpipe.planner.auto import auto, incumbent, searched
+from megatron_optpipe.planner.auto import auto, incumbents, searched, shortest
 from megatron_optpipe.planner.cache import PlanCache
 from megatron_optpipe.planner.feasible import Infeasible
 from megatron_optpipe.planner.milp import MilpOptions
@@ -22,7 +21,8 @@ from megatron_optpipe.planner.milp_search import search_milp
 from megatron_optpipe.planner.options import PlannerOptions
 from megatron_optpipe.planner.orders import CLASSIC_ORDERS
 
-Method = Callable[[Problem, PlannerOptions], Plan]
+Method = Callable[[Problem, PlannerOptions, Plan | None], Plan]
+"""The last one: a valid plan to begin at, for the methods of ``IMPROVERS``."""
 
 
 def make_plan(problem: Problem, options: PlannerOptions | None = None) -> Plan:
@@ -39,8 +39,8 @@ def make_plan(problem: Problem, options: PlannerOptions | None = None) -> Plan:
         raise OptPipeError(
             f"method = {options.method!r}: must be one of {', '.join(sorted(METHODS))}"
         )
-    if options.cache_dir is None or options.method not in _CACHED:
-        plan = method(problem, options)
+    if options.cache_dir is None or options.method not in IMPROVERS:
+        plan = method(problem, options, None)
         require_valid(problem, plan)
         return plan
     return _with_cache(method, problem, options, PlanCache(options.cache_dir))
@@ -49,28 +49,21 @@ def make_plan(problem: Problem, options: PlannerOptions | None = None) -> Plan:
 def _with_cache(
     method: Method, problem: Problem, options: PlannerOptions, cache: PlanCache
 ) -> Plan:
-    """The plan kept for this problem; else a new one, or an earlier problem's where that is better.
+    """The plan kept for this problem; else a new one, which begins at a similar problem's plan.
 
-    An earlier plan of a similar problem is re-timed and checked by the cache.
+    That earlier plan is re-timed and checked by the cache; nothing longer comes back.
     """
     kept = cache.get(problem, options)
     if kept is not None:
         return kept
-    earlier = cache.nearest(problem)
-    plan = method(problem, options)
-    if earlier is not None and earlier.makespan_ms < plan.makespan_ms - TIME_TOLERANCE_MS:
-        plan = dataclasses.replace(
-            earlier,
-            lower_bound_ms=plan.lower_bound_ms,
-            solver_status=f"{plan.solver_status}; an earlier plan for a similar problem is better",
-        )
+    plan = method(problem, options, cache.nearest(problem))
     require_valid(problem, plan)
     cache.put(problem, options, plan)
     return plan
 
 
 def _classic(name: str) -> Method:
-    def plan(problem: Problem, options: PlannerOptions) -> Plan:
+    def plan(problem: Problem, options: PlannerOptions, earlier: Plan | None) -> Plan:
         orders = CLASSIC_ORDERS[name](problem)
         try:
             return time_orders(problem, orders, method=name)
@@ -90,10 +83,11 @@ def _classic(name: str) -> Method:
     return plan
 
 
-def _milp(problem: Problem, options: PlannerOptions) -> Plan:
+def _milp(problem: Problem, options: PlannerOptions, earlier: Plan | None = None) -> Plan:
     """The MILP of the paper from the best incumbent: as a whole, or a window at a time."""
     began = time.monotonic()
-    best = incumbent(problem)
+    known = incumbents(problem)
+    best = shortest(problem, known if earlier is None else [*known, earlier])
     left = options.time_limit_s - (time.monotonic() - began)
     answer = search_milp(
         problem, best, left, seed=options.seed, options=MilpOptions(mip_gap=options.mipgap)
@@ -105,14 +99,14 @@ def _milp(problem: Problem, options: PlannerOptions) -> Plan:
     )
 
 
-_CACHED = ("search", "milp", "auto")
-"""The methods whose plans are worth keeping: the others take no time."""
+IMPROVERS = ("search", "milp", "auto")
+"""The methods that begin at a plan; theirs are worth keeping, the others take no time."""
 
 METHODS: Mapping[str, Method] = MappingProxyType(
     {
         **{name: _classic(name) for name in CLASSIC_ORDERS},
-        "greedy": lambda problem, options: greedy(problem),
-        "adaoffload": lambda problem, options: adaoffload(problem),
+        "greedy": lambda problem, options, earlier: greedy(problem),
+        "adaoffload": lambda problem, options, earlier: adaoffload(problem),
         "search": searched,
         "milp": _milp,
         "auto": auto,

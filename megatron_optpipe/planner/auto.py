@@ -33,11 +33,6 @@ _FINISH_S_PER_OP = 9e-5
 """What making, bounding and checking the final plan takes for each compute op."""
 
 
-def incumbent(problem: Problem) -> Plan:
-    """The best of AdaOffload and the classic orders that fit. Raises ``Infeasible``."""
-    return shortest(problem, incumbents(problem))
-
-
 def incumbents(problem: Problem, *, compiled: bool = False) -> list[Plan]:
     """AdaOffload and the classic orders that fit. Raises ``Infeasible``."""
     plans = [adaoffload(problem, compiled=compiled)]
@@ -64,29 +59,37 @@ def shortest(problem: Problem, plans: list[Plan]) -> Plan:
     return min(plans, key=rank)
 
 
-def searched(problem: Problem, options: PlannerOptions) -> Plan:
-    """The best of the incumbents and a search. Raises ``Infeasible``."""
-    return _searched(problem, options, options.time_limit_s)
+def searched(problem: Problem, options: PlannerOptions, earlier: Plan | None = None) -> Plan:
+    """The best of the incumbents and a search. Raises ``Infeasible``.
+
+    ``earlier``: a valid plan to improve as well, such as that of a similar problem, timed again.
+    """
+    return _searched(problem, options, options.time_limit_s, earlier)
 
 
-def _searched(problem: Problem, options: PlannerOptions, limit_s: float) -> Plan:
+def _searched(
+    problem: Problem, options: PlannerOptions, limit_s: float, earlier: Plan | None
+) -> Plan:
     """``options.time_limit_s`` says how much to search, ``limit_s`` when all of it must end."""
     ops = 3 * problem.num_stages * problem.num_microbatches
     deadline_s = time.monotonic() + max(0.0, limit_s - ops * _FINISH_S_PER_OP)
     compiled = ops > _LARGE_OPS and compiled_for(options.time_limit_s)
     known = incumbents(problem, compiled=compiled)
+    if earlier is not None:
+        known.append(earlier)
     starts = sorted(known, key=lambda plan: plan.makespan_ms)[:_STARTS]
     return shortest(problem, [*search_plans(problem, options, deadline_s, starts), *known])
 
 
-def auto(problem: Problem, options: PlannerOptions) -> Plan:
-    """Everything, within the time limit. Raises ``Infeasible``."""
+def auto(problem: Problem, options: PlannerOptions, earlier: Plan | None = None) -> Plan:
+    """Everything, within the time limit. Raises ``Infeasible``. ``earlier``: see ``searched``."""
     began = time.monotonic()
     small = is_small(problem)
     share = _SEARCH_SHARE_SMALL if small else _SEARCH_SHARE
     budget = dataclasses.replace(options, time_limit_s=options.time_limit_s * share)
     # The counted work fills part of its share; the clock cuts in late, if at all.
-    best = _searched(problem, budget, options.time_limit_s * (_CUT_SHARE if small else 1.0))
+    cut_s = options.time_limit_s * (_CUT_SHARE if small else 1.0)
+    best = _searched(problem, budget, cut_s, earlier)
     left = options.time_limit_s - (time.monotonic() - began)
     if small:
         settled = settle(problem, best, left, MilpOptions(mip_gap=options.mipgap))

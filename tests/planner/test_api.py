@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_optpipe.core import Link, OptPipeError, Problem, check
+from megatron_optpipe.core import Link, OptPipeError, Plan, Problem, check
 from megatron_optpipe.planner import PlannerOptions, api, make_plan, search
+from megatron_optpipe.planner.cache import PlanCache
 from megatron_optpipe.planner.orders import CLASSIC_ORDERS
 from tests.zoo import problem
 
@@ -91,22 +92,34 @@ def test_a_kept_plan_comes_back_without_planning(
     options = _options("search", cache_dir=tmp_path)
     plan = make_plan(OFFLOADING, options)
 
-    def fail(problem: Problem, options: PlannerOptions) -> None:
+    def fail(problem: Problem, options: PlannerOptions, earlier: Plan | None) -> None:
         raise AssertionError("planned again")
 
     monkeypatch.setattr(api, "METHODS", {**api.METHODS, "search": fail})
     assert make_plan(OFFLOADING, options) == plan
 
 
-def test_an_earlier_plan_for_a_similar_problem_is_taken_where_it_is_better(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("method", api.IMPROVERS)
+def test_a_plan_for_a_similar_problem_is_where_a_method_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
-    options = _options("search", cache_dir=tmp_path)
-    good = make_plan(OFFLOADING, options)
+    good = make_plan(OFFLOADING, _options("search"))
     similar = _scaled(OFFLOADING, 1.02)
     greedy = make_plan(similar, _options("greedy")).makespan_ms
     assert 1.02 * good.makespan_ms < greedy  # else this test shows nothing
-    monkeypatch.setattr(api, "METHODS", {**api.METHODS, "search": api.METHODS["greedy"]})
+    given: list[Plan | None] = []
+
+    def improve(problem: Problem, options: PlannerOptions, earlier: Plan | None) -> Plan:
+        given.append(earlier)
+        return real(problem, options, earlier)
+
+    options = _options(method, cache_dir=tmp_path)
+    PlanCache(tmp_path).put(OFFLOADING, options, good)
+    real = api.METHODS[method]
+    monkeypatch.setattr(api, "METHODS", {**api.METHODS, method: improve})
     plan = make_plan(similar, options)
     assert check(similar, plan) == []
-    assert plan.makespan_ms == pytest.approx(1.02 * good.makespan_ms, rel=0.001)
+    (earlier,) = given
+    assert earlier is not None
+    assert earlier.makespan_ms == pytest.approx(1.02 * good.makespan_ms, rel=0.001)
+    assert plan.makespan_ms <= earlier.makespan_ms
