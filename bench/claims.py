@@ -138,7 +138,34 @@ def _heavier_ends(stages: tuple[Stage, ...]) -> tuple[Stage, ...]:
     return (heavier(stages[0]), *stages[1:-1], heavier(stages[-1]))
 
 
+_PROFILED = {
+    "1.5B": (8, 24, (18.5, 18.1, 9.3), 0.6, 0.1585, 0.0433),
+    "6.2B": (8, 24, (29.7, 29.4, 19.9), 0.53, 0.1323, 0.0029),
+    "14.6B": (16, 48, (11.3, 11.2, 8.1), 0.38, 0.1397, 0.0066),
+    "28.3B": (32, 96, (10.4, 10.2, 7.7), 0.41, 0.1421, 0.0038),
+}
+"""Times in ms and bubble rates of ZB-1p and ZB-2p printed by Zero Bubble (2401.10241, tables 3 to
+5): devices, microbatches, F:B:W, hop, bubble at 1F1B's memory, bubble at twice that."""
+
+
+def _profiled() -> Iterator[Claim]:
+    for model, (p, m, fbw, hop, at_1p, at_2p) in _PROFILED.items():
+        for times, rate in ((1, at_1p), (2, at_2p)):
+            theirs = sum(fbw) * m / (1 - rate)
+            problem = peer_problem(p, m, fbw, hop=hop, placement="1", level=times * p)
+            name = f"{model} {p}x{m} at {times}p (ZB-{times}p {theirs:.1f})"
+            yield Claim("profiled", name, problem, 20.0)
+        for placement in ("1", "2v"):
+            problem = peer_problem(
+                p, m, fbw,
+                hop=hop, placement=placement, level=p / 2, offload_time=0.3, links="full",
+            )  # fmt: skip
+            name = f"{model} {p}x{m} at p/2, offload t 0.3, {placement}"
+            yield Claim("profiled", name, problem, 20.0)
+
+
 GROUPS = {
+    "profiled": _profiled,
     "plentiful": _plentiful,
     "scarce": _scarce,
     "no-offload": _no_offload,
