@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,6 +28,7 @@ def cases(args: Namespace, stock: Callable[..., Any], out: Path) -> Iterator[tup
             nonlocal calls
             calls += 1
             if torch.distributed.get_rank() == FAILING_RANK and calls == FAILING_CALL:
+                print(f"raising at {time.time()}", flush=True)
                 raise ValueError("the forward step of the user failed")
             return forward_step_func(*positional)
 
