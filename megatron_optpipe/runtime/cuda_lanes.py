@@ -8,6 +8,10 @@ What makes this correct:
   so makes memory depend on luck) is not needed.
 * The copies of a reload wait for the compute stream as it was when their memory was allocated:
   what used that memory before may still be running.
+* A host buffer is used by copies only. It goes back to the pool as soon as the reload out of it
+  has been issued, together with the event of its end: the next copy into it waits for that event
+  on its own stream. So no more buffers are taken than the order of the plan needs, however far
+  the host is ahead.
 * A wait is only issued on an event that has been recorded: the executor submits a job when all it
   waits for has been submitted, in one order.
 
@@ -136,6 +140,7 @@ class CudaLane:
             if lanes.recorder is not None:
                 lanes.recorder.end(job.op)
             event.event.record(self.stream)
+        job.transfer.issued(event)
         event.issued.set()
 
     def _behind(self, wait: Event) -> None:

@@ -30,7 +30,7 @@ class Event(Protocol):
 
 
 class Transfer(Protocol):
-    """What one offload or reload does, in three steps that a lane may run at different times."""
+    """What one offload or reload does, in steps that a lane may run at different times."""
 
     def allocate(self) -> Sequence[Event]:
         """Take the destination memory; runs once all waits of the job hold.
@@ -40,6 +40,13 @@ class Transfer(Protocol):
 
     def copy(self) -> None:
         """Issue the copies, on the lane."""
+
+    def issued(self, ended: Event) -> None:
+        """Give back what only other copies use; a wait for ``ended`` can be issued from now on.
+
+        A lane calls it before anyone may call ``release``, or not at all: ``release`` makes up
+        for it.
+        """
 
     def release(self, ended: Event) -> None:
         """Give the source memory back; the copies have ended, or ``ended`` says when they have."""

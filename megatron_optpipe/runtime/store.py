@@ -126,7 +126,7 @@ class ActivationStore:
         self._records.pop(_key(op), None)
         hosted = self._hosted.pop(_key(op), None)
         if hosted is not None:
-            self.pool.give(hosted.buffer)
+            hosted.give_buffer(self.pool)
 
     def count(self, tensors: Iterable[Tensor]) -> None:
         """Count these tensors as resident activations for as long as they live."""
@@ -175,8 +175,14 @@ class Hosted:
     __slots__ = ("buffer", "parts")
 
     def __init__(self, buffer: HostBuffer, parts: Sequence[tuple[Slot, Tensor]]) -> None:
-        self.buffer = buffer
+        self.buffer: HostBuffer | None = buffer
         self.parts = tuple(parts)
+
+    def give_buffer(self, pool: HostPool, ended: Event | None = None) -> None:
+        """Return the buffer, unless that has been done; ``ended``: the last copy out of it."""
+        if self.buffer is not None:
+            pool.give(self.buffer, ended)
+            self.buffer = None
 
 
 class Offload:
@@ -212,6 +218,9 @@ class Offload:
         for slot, wire in self._hosted.parts:
             assert slot.storage is not None
             self._store.codec.encode(_raw(slot.storage), wire)
+
+    def issued(self, ended: Event) -> None:
+        """Nothing yet: device memory goes back on the compute lane, in ``release``."""
 
     def release(self, ended: Event) -> None:
         """Let go of the device memory."""
@@ -251,14 +260,18 @@ class Reload:
         for (_, wire), storage in zip(self._take().parts, self._fresh):
             self._store.codec.decode(wire, _raw(storage))
 
+    def issued(self, ended: Event) -> None:
+        """The host buffer may be used again, behind ``ended``."""
+        self._take().give_buffer(self._store.pool, ended)
+
     def release(self, ended: Event) -> None:
-        """Put the memory under the saved views; the host buffer may be used again."""
+        """Put the memory under the saved views; the host buffer goes back if it has not yet."""
         hosted = self._take()
         for (slot, _), storage in zip(hosted.parts, self._fresh):
             slot.storage = storage
         self._fresh = []
         del self._store._hosted[_key(self._op)]
-        self._store.pool.give(hosted.buffer, ended)
+        hosted.give_buffer(self._store.pool, ended)
 
     def _take(self) -> Hosted:
         hosted = self._store._hosted.get(_key(self._op))

@@ -58,6 +58,9 @@ class _TracedTransfer:
     def copy(self) -> None:
         self._job.transfer.copy()
 
+    def issued(self, ended: Event) -> None:
+        self._job.transfer.issued(ended)
+
     def release(self, ended: Event) -> None:
         self._job.transfer.release(ended)
         self._history.end(self._thread, self._job.op)

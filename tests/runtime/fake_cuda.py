@@ -30,6 +30,10 @@ class Gpu:
         self.current = threading.local()
         self.pending_reads: set[int] = set()
         """Addresses of device memory that a copy still has to read."""
+        self.pending_host_reads: dict[int, set[object]] = {}
+        """For each host buffer (its address) the copies out of it that have not ended."""
+        self.overwrites = 0
+        """Copies into a buffer that were issued before the last one out of it had ended."""
         self._eagerness = eagerness
         self._dice = random.Random(seed)
 
@@ -138,7 +142,10 @@ class Stream:
 
 
 class StreamCodec(Identity):
-    """Copies when the stream gets there; fresh device memory is full of rubbish until then."""
+    """Copies when the stream gets there; fresh device memory is full of rubbish until then.
+
+    A write into a host buffer must come after every copy out of it that was issued earlier.
+    """
 
     def __init__(self, gpu: Gpu) -> None:
         self.gpu = gpu
@@ -146,8 +153,13 @@ class StreamCodec(Identity):
     def encode(self, raw: Tensor, wire: Tensor) -> None:
         address = raw.data_ptr()
         self.gpu.pending_reads.add(address)
+        with self.gpu.lock:
+            pending = self.gpu.pending_host_reads.get(wire.untyped_storage().data_ptr(), set())
+            earlier = frozenset(pending)
+            self.gpu.overwrites += bool(earlier)
 
         def copy() -> None:
+            assert not earlier & pending, "a host buffer was written before it was read"
             wire.copy_(raw)
             self.gpu.pending_reads.discard(address)
 
@@ -155,8 +167,14 @@ class StreamCodec(Identity):
 
     def decode(self, wire: Tensor, raw: Tensor) -> None:
         raw.fill_(0xA5)
+        token = object()
+        with self.gpu.lock:
+            buffer = wire.untyped_storage().data_ptr()
+            pending = self.gpu.pending_host_reads.setdefault(buffer, set())
+            pending.add(token)
 
         def copy() -> None:
             raw.copy_(wire)
+            pending.discard(token)
 
         self.gpu.current.stream.put(copy)

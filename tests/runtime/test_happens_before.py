@@ -47,6 +47,9 @@ class NoTransfer:
     def copy(self) -> None:
         pass
 
+    def issued(self, ended: Event) -> None:
+        pass
+
     def release(self, ended: Event) -> None:
         pass
 
