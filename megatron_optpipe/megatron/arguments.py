@@ -7,9 +7,21 @@ from argparse import ArgumentParser, Namespace
 from megatron_optpipe.core.errors import OptPipeError
 from megatron_optpipe.units import UnitError, parse_bytes, parse_seconds
 
-__all__ = ["PREFIX", "add_arguments", "is_on", "memory_limit_bytes", "planner_time_limit_s"]
+__all__ = [
+    "PREFIX",
+    "add_arguments",
+    "has_ours",
+    "is_on",
+    "memory_limit_bytes",
+    "planner_time_limit_s",
+]
 
 PREFIX = "optpipe_"
+
+
+def has_ours(parser: ArgumentParser) -> bool:
+    """Whether our argument group is in ``parser``."""
+    return "--pipeline-schedule" in parser._option_string_actions
 
 
 def add_arguments(parser: ArgumentParser) -> ArgumentParser:
@@ -17,7 +29,7 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
 
     A parser that has it is left as it is: a patched checkout adds it, and ``hook.install`` too.
     """
-    if "--pipeline-schedule" in parser._option_string_actions:
+    if has_ours(parser):
         return parser
     group = parser.add_argument_group(title="optpipe")
     group.add_argument(

@@ -94,7 +94,10 @@ CONFLICTS: tuple[Conflict, ...] = (
     ),
     Conflict(
         "--sft and packed sequences",
-        _set("sft"),
+        lambda args: (
+            bool(getattr(args, "sft", False))
+            or bool(getattr(args, "dataloader_inter_document_masking", False))
+        ),
         "the bytes and times of its microbatches differ, a plan assumes that they do not",
         "pad to --seq-length, or use --pipeline-schedule megatron",
     ),
@@ -181,6 +184,19 @@ CONFLICTS: tuple[Conflict, ...] = (
         _above_one("gtp_weight_remat_size"),
         "weights are gathered inside the linear layers; untested with the B/W split",
         "leave it out",
+    ),
+    Conflict(
+        "--inprocess-restart",
+        _set("inprocess_restart"),
+        "the process groups and the fault of the first attempt would be met again",
+        "let torchrun restart the processes (--max-restarts)",
+    ),
+    Conflict(
+        "--yaml-cfg",
+        _set("yaml_cfg"),
+        "Megatron does not check the arguments of a YAML file together, so this table would not "
+        "be asked",
+        "give the arguments on the command line",
     ),
     Conflict(
         "reinforcement learning (--perform-rl-step)",

@@ -62,6 +62,8 @@ class Iteration:
     losses: list[Any] = field(default_factory=list)
     """What the loss function reports, in microbatch order (last stage only)."""
     num_tokens: Tensor | None = None
+    """Tokens that the loss counted, int32 on this rank's device whatever the loss gives: all
+    ranks of the pipeline reduce it."""
 
 
 class StageHandlers:
@@ -92,6 +94,7 @@ class StageHandlers:
     def begin(self, iteration: Iteration) -> None:
         """Take the arguments of the next run."""
         self._iteration = iteration
+        iteration.num_tokens = torch.zeros([], dtype=torch.int, device=self._store.device)
         self._batches = [
             None if source is None else _Batches(source, self._store)
             for source in iteration.data_iterator
@@ -125,7 +128,8 @@ class StageHandlers:
                 vp_stage=chunk if len(self._chunks.stages) > 1 else None,
                 is_last_stage=last,
             )
-        now.num_tokens = num_tokens if now.num_tokens is None else now.num_tokens + num_tokens
+        assert now.num_tokens is not None
+        now.num_tokens += num_tokens
         if now.forward_only:
             return None if last else output
         self._graphs[op.stage, op.microbatch] = (received, output)

@@ -8,6 +8,7 @@ file: it replaces names in Megatron's modules, once the flag is known to be on, 
 from __future__ import annotations
 
 import functools
+import os
 import sys
 import time
 from argparse import ArgumentParser, Namespace
@@ -15,8 +16,8 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from megatron_optpipe.core.errors import OptPipeError
+from megatron_optpipe.megatron import arguments as flags
 from megatron_optpipe.megatron.arguments import PREFIX, is_on
-from megatron_optpipe.megatron.arguments import add_arguments as add_arguments
 
 __all__ = ["add_arguments", "forward_backward_func", "install", "refuse", "validate"]
 
@@ -27,6 +28,14 @@ RANK_0_FIRST_S = 10.0
 
 _run: Any = None
 """The one ``PipelineRun`` of this process (training and evaluation share plan and transport)."""
+
+
+def add_arguments(parser: ArgumentParser) -> ArgumentParser:
+    """Add our argument group to Megatron's parser; one that has it is left as it is."""
+    if not flags.has_ours(parser):
+        flags.add_arguments(parser)
+        _look_when_parsed(parser, _refuse_yaml)
+    return parser
 
 
 def validate(args: Namespace) -> None:
@@ -94,7 +103,7 @@ def install() -> None:
     def with_ours(parser: ArgumentParser) -> ArgumentParser:
         arguments.add_megatron_arguments = stock
         parser = add_arguments(stock(parser))
-        _replace_when_parsed(parser)
+        _look_when_parsed(parser, _replace_if_on)
         return parser
 
     with_ours.optpipe_stock = stock  # type: ignore[attr-defined]
@@ -113,18 +122,32 @@ def refuse(failure: OptPipeError, rank: int) -> NoReturn:
     sys.exit(2)
 
 
-def _replace_when_parsed(parser: ArgumentParser) -> None:
+def _look_when_parsed(parser: ArgumentParser, look: Callable[[Namespace], None]) -> None:
     known = parser.parse_known_args
 
     def parse_known_args(*args: Any, **kwargs: Any) -> Any:  # parse_args calls it as well
         namespace, rest = known(*args, **kwargs)
-        if is_on(namespace):
-            _replace()
-        else:
-            _warn_of_ignored(namespace)
+        look(namespace)
         return namespace, rest
 
     parser.parse_known_args = parse_known_args  # type: ignore[method-assign]
+
+
+def _replace_if_on(args: Namespace) -> None:
+    if is_on(args):
+        _replace()
+    else:
+        _warn_of_ignored(args)
+
+
+def _refuse_yaml(args: Namespace) -> None:
+    """Megatron would now forget the command line, our flag included, and train without us."""
+    if not is_on(args) or getattr(args, "yaml_cfg", None) is None:
+        return
+    from megatron_optpipe.megatron.compat import CONFLICTS
+
+    row = next(row for row in CONFLICTS if row.name == "--yaml-cfg")
+    refuse(OptPipeError(row.message()), int(os.environ.get("RANK", "0")))
 
 
 def _replace() -> None:
@@ -173,17 +196,15 @@ def _warn_of_ignored(args: Namespace) -> None:
         if name.startswith(PREFIX) and value and value != _defaults().get(name)
     ]
     if given:
-        flags = ", ".join("--" + name.replace("_", "-") for name in sorted(given))
-        _say(f"optpipe: {flags} ignored without --pipeline-schedule optpipe")
+        given_flags = ", ".join("--" + name.replace("_", "-") for name in sorted(given))
+        _say(f"optpipe: {given_flags} ignored without --pipeline-schedule optpipe")
 
 
 @functools.cache
 def _defaults() -> dict[str, Any]:
-    return vars(add_arguments(ArgumentParser(allow_abbrev=False)).parse_args([]))
+    return vars(flags.add_arguments(ArgumentParser(allow_abbrev=False)).parse_args([]))
 
 
 def _say(text: str) -> None:
-    import os
-
     if os.environ.get("RANK", "0") == "0":
         print(text, flush=True)

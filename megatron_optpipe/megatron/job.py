@@ -237,6 +237,13 @@ def _require_measurable(args: Namespace) -> None:
         raise OptPipeError(
             f"--optpipe-profile-iterations {args.optpipe_profile_iterations}: must be at least 1"
         )
+    needed, given = args.optpipe_profile_iterations + 1, getattr(args, "train_iters", None)
+    if given is not None and given < needed:
+        raise OptPipeError(
+            f"--train-iters {given}: measuring takes {needed} iterations "
+            f"(--optpipe-profile-iterations {args.optpipe_profile_iterations} and one to warm up); "
+            f"train at least {needed}, or measure fewer"
+        )
 
 
 def _require_shape(problem: Problem, shape: JobShape, source: str) -> None:

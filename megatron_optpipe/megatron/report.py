@@ -1,8 +1,9 @@
 """What a run leaves behind in ``--optpipe-log-dir``, and the summary at its end.
 
 ``plan.json`` and ``problem.json`` are written at the start, ``measured-rank{r}.json`` (the last
-iteration, as lanes of ops, and the peak and moved bytes of every iteration) at each log interval
-and at the end. With data or tensor parallelism the pipeline of global rank 0 writes.
+iteration, as lanes of ops, the peak of all iterations, and the peak and moved bytes of each of the
+last thousand) at each log interval and at the end. With data or tensor parallelism the pipeline of
+global rank 0 writes.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import json
 import socket
 from argparse import Namespace
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,9 @@ __all__ = ["RunLog", "summary_lines"]
 
 LANES = ("compute", "offload", "reload")
 
+MOST_ITERATIONS = 1000
+"""So many of the last iterations are kept, gathered and written: a run may have a million."""
+
 
 class RunLog:
     """Collects every training iteration of this rank; gathers within the pipeline when due."""
@@ -34,10 +39,12 @@ class RunLog:
         self._folder = Path(args.optpipe_log_dir)
         self._group = pp_group
         self._interval = max(1, getattr(args, "log_interval", None) or 1)
-        self._first = getattr(args, "iteration", None) or 0
+        self._args = args
+        self._next = (getattr(args, "iteration", None) or 0) + 1
         self._last = getattr(args, "train_iters", None)
-        self._exit_interval = getattr(args, "exit_interval", None)
-        self._history: list[dict[str, Any]] = []
+        self._exit_interval: int = getattr(args, "exit_interval", None) or 0
+        self._history: deque[dict[str, Any]] = deque(maxlen=MOST_ITERATIONS)
+        self._peak_bytes = 0
         self._writes = 0 in torch.distributed.get_process_group_ranks(pp_group)
         if torch.distributed.get_rank() == 0:
             self._folder.mkdir(parents=True, exist_ok=True)
@@ -51,17 +58,18 @@ class RunLog:
         recorder = engine.recorder
         engine.read_times()
         began_ms, ended_ms = recorder.span_ms
+        self._peak_bytes = max(self._peak_bytes, recorder.peak_bytes or 0)
+        iteration = self._number()
         self._history.append(
             {
-                "iteration": self._first + len(self._history) + 1,
+                "iteration": iteration,
                 "span_ms": round(ended_ms - began_ms, 3),
                 "peak_bytes": recorder.peak_bytes,
                 "moved_bytes": recorder.moved_bytes,
             }
         )
-        iteration = self._history[-1]["iteration"]
         is_last = iteration == self._last or (
-            bool(self._exit_interval) and iteration % self._exit_interval == 0
+            self._exit_interval > 0 and iteration % self._exit_interval == 0
         )
         if self._writes and (is_last or iteration % self._interval == 0):
             documents = self._gather(engine)
@@ -75,13 +83,24 @@ class RunLog:
                     print(f"optpipe: {line}", flush=True)
                 print(f"optpipe: measured files are in {self._folder}", flush=True)
 
+    def _number(self) -> int:
+        """The number of the iteration that has just ended.
+
+        Megatron's own where it is ahead (``--iterations-to-skip``); a training loop of one's own
+        may leave that standing, so it is counted too.
+        """
+        current = getattr(self._args, "curr_iteration", None)
+        number: int = max(self._next, 0 if current is None else current + 1)
+        self._next = number + 1
+        return number
+
     def _gather(self, engine: Engine) -> list[dict[str, Any]]:
         """Every device's measurement, on one clock where all ranks share a machine."""
         world = torch.distributed
         document = engine.recorder.to_dict()
         # The promise is about every iteration, so the peak is that of all.
-        document["peak_bytes"] = max(entry["peak_bytes"] for entry in self._history)
-        document["iterations"] = self._history
+        document["peak_bytes"] = self._peak_bytes
+        document["iterations"] = list(self._history)
         parcel = (socket.gethostname(), engine.started_s, document)
         parcels: list[Any] = [None] * self._group.size()
         world.all_gather_object(parcels, parcel, group=self._group)

@@ -20,6 +20,7 @@ from megatron_optpipe.core.problem import Problem
 from megatron_optpipe.core.program import lower
 from megatron_optpipe.core.timing import time_orders
 from megatron_optpipe.megatron.arguments import memory_limit_bytes
+from megatron_optpipe.megatron.compat import first_conflict
 from megatron_optpipe.megatron.engine import Engine, Rank, make_store
 from megatron_optpipe.megatron.grad_sync import GradSync
 from megatron_optpipe.megatron.handlers import Iteration
@@ -49,6 +50,9 @@ class PipelineRun:
     @classmethod
     def start(cls, args: Namespace) -> PipelineRun:
         """Settle on one plan with all ranks. Raises ``OptPipeError``, the same on each of them."""
+        conflict = first_conflict(args)  # again: not every way to arguments passes validation
+        if conflict is not None:
+            raise OptPipeError(conflict.message())
         job = load_job(args)
         problem, plan = settle(job, lambda job: make_plan_for(job, args))
         return cls(problem, plan, args)

@@ -15,6 +15,7 @@ linear (norms, biases, embeddings, attention) keeps its gradients in B.
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -142,26 +143,35 @@ class WeightGradSplit:
         ]
 
     def run(self, stage: int, microbatch: int) -> None:
-        """W: compute the queued weight gradients and fire the hooks of each weight once."""
+        """W: compute the queued weight gradients and fire the hooks of each weight once.
+
+        One weight after the other, so that only one gradient is alive at a time, as in Megatron's
+        own backward.
+        """
         queue = self._queues.pop((stage, microbatch), [])
-        gradients: dict[int, Tensor | None] = {}
-        weights: dict[int, torch.nn.Parameter] = {}
-        with torch.no_grad():
-            # Each entry is let go as soon as it is used: W frees memory while it runs.
-            queue.reverse()
-            while queue:
-                pending = queue.pop()
+        uses = Counter(id(pending.call.weight) for pending in queue)
+        earlier: dict[int, Tensor] = {}
+        # Each entry is let go as soon as it is used: W frees memory while it runs.
+        queue.reverse()
+        while queue:
+            pending = queue.pop()
+            weight = pending.call.weight
+            key = id(weight)
+            with torch.no_grad():
                 gradient = _weight_gradient(pending)
-                key = id(pending.call.weight)
-                weights[key] = pending.call.weight
-                earlier = gradients.get(key)
                 # A weight used twice in one graph: autograd too sums in the order it meets them.
-                gradients[key] = gradient if earlier is None else _sum(earlier, gradient)
-                del pending, gradient
-        roots = [weights[key] for key, gradient in gradients.items() if gradient is not None]
-        if roots:
-            # A leaf as the root of a backward: accumulates and fires its hooks, nothing else.
-            torch.autograd.backward(roots, [g for g in gradients.values() if g is not None])
+                if gradient is not None and key in earlier:
+                    gradient = earlier.pop(key) + gradient
+            del pending
+            uses[key] -= 1
+            if gradient is None:
+                gradient = earlier.pop(key, None)
+            holder = [] if gradient is None else [gradient]
+            del gradient
+            if holder and uses[key]:
+                earlier[key] = holder.pop()
+            elif holder:
+                _hand_over(weight, holder)
 
     def clear(self) -> None:
         """Forget everything that is queued (after a fault)."""
@@ -212,6 +222,30 @@ class _Applier:
         return SplitLinear.apply(input_, bias, call, self._queue)
 
 
+class _Given(torch.autograd.Function):
+    """The root of a backward that does nothing but give a weight its gradient.
+
+    The gradient leaves the holder with it, so nobody else holds it and autograd keeps it as it is;
+    given as the gradient of a leaf it would be copied.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, weight: torch.nn.Parameter, holder: list[Tensor]) -> Tensor:
+        ctx.holder = holder
+        return weight.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.holder.pop(), None
+
+
+def _hand_over(weight: torch.nn.Parameter, holder: list[Tensor]) -> None:
+    """Accumulate the gradient in ``holder``, which is emptied, and fire the weight's hooks."""
+    with torch.enable_grad():
+        root = _Given.apply(weight, holder)
+    torch.autograd.backward(root)
+
+
 def _gathered(input_: Tensor, call: LinearCall) -> Tensor:
     """The whole input from the shards of sequence parallelism: [seq / tp, ...] -> [seq, ...]."""
     shape = list(input_.size())
@@ -247,7 +281,3 @@ def _weight_gradient(pending: Pending) -> Tensor | None:
     # The hooks fire for a gradient only; its values are not read unless zero_out_wgrad says so.
     make = torch.zeros if getattr(weight, "zero_out_wgrad", False) else torch.empty
     return make(main_grad.shape, dtype=pending.input.dtype, device=pending.input.device)
-
-
-def _sum(earlier: Tensor, later: Tensor | None) -> Tensor:
-    return earlier if later is None else earlier + later

@@ -199,7 +199,12 @@ class Offload:
         record = store._records.get(_key(self._op))
         if record is None:
             raise RuntimeError(f"{self._op}: nothing was saved for it, its F has not run")
-        leaving = [s for s in record.slots.values() if s.may_leave and s.storage is not None]
+        # What was emptied after it was saved is to be computed again into that very storage.
+        leaving = [
+            s
+            for s in record.slots.values()
+            if s.may_leave and s.storage is not None and s.storage.nbytes() == s.num_bytes
+        ]
         sizes = [store.codec.wire_bytes(slot.num_bytes) for slot in leaving]
         offsets = [0]
         for size in sizes:

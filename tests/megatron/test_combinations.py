@@ -15,6 +15,9 @@ COMBINATIONS = {
         *("--pipeline-model-parallel-size", "2", "--bf16", "--use-distributed-optimizer"),
         *("--overlap-grad-reduce", "--overlap-param-gather"),
     ),
+    "4 pipeline, losses by token": (
+        *("--pipeline-model-parallel-size", "4", "--calculate-per-token-loss"),
+    ),
     "2 tensor x 2 pipeline, full recomputation, untied embeddings": (
         *("--pipeline-model-parallel-size", "2", "--tensor-model-parallel-size", "2"),
         *("--recompute-granularity", "full", "--recompute-method", "uniform"),

@@ -20,6 +20,7 @@ from megatron_optpipe.core import (
     save_problem,
     time_orders,
 )
+from megatron_optpipe.megatron import hook
 from megatron_optpipe.megatron.arguments import add_arguments
 from megatron_optpipe.megatron.compat import CONFLICTS, Conflict, first_conflict, render_markdown
 from megatron_optpipe.megatron.job import load_job, shape_of, unmeasured
@@ -159,6 +160,35 @@ def test_measuring_takes_no_plan(files: tuple[Path, Path], tmp_path: Path) -> No
     assert "at least 1" in refusal(*write, "--optpipe-profile-iterations", "0")
 
 
+@needs_megatron
+@pytest.mark.parametrize("schedule", ["optpipe", "megatron"])
+def test_a_yaml_file_would_drop_the_flag_and_is_refused(
+    schedule: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parser = ArgumentParser(allow_abbrev=False)
+    parser.add_argument("--yaml-cfg")
+    hook.add_arguments(hook.add_arguments(parser))
+    flags = ["--pipeline-schedule", schedule, "--yaml-cfg", "job.yaml"]
+    if schedule == "megatron":
+        assert parser.parse_args(flags).yaml_cfg == "job.yaml"
+        return
+    with pytest.raises(SystemExit) as ended:
+        parser.parse_args(flags)
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert said.startswith("optpipe: --yaml-cfg cannot be combined with optpipe: ")
+    assert said.count("\n") == 1
+
+
+def test_measuring_that_would_not_end_is_refused(tmp_path: Path) -> None:
+    write = ("--optpipe-write-problem", str(tmp_path / "p.json"))
+    said = refusal(*write, "--optpipe-profile-iterations", "4", train_iters=4)
+    assert "--train-iters 4: measuring takes 5 iterations" in said
+    assert not load_job(
+        arguments(*write, "--optpipe-profile-iterations", "4", train_iters=5)
+    ).measured
+
+
 def test_without_files_the_limit_is_the_memory_of_1f1b() -> None:
     args = arguments()
     made_up = unmeasured(args)
@@ -202,6 +232,8 @@ APPLIES: dict[str, dict[str, object]] = {
     "--distribute-saved-activations": {"distribute_saved_activations": True},
     "Megatron FSDP or torch FSDP2": {"use_torch_fsdp2": True},
     "--tensor-parallel-num-weight-shards (weight rematerialisation)": {"gtp_weight_remat_size": 2},
+    "--inprocess-restart": {"inprocess_restart": True},
+    "--yaml-cfg": {"yaml_cfg": "job.yaml"},
     "reinforcement learning (--perform-rl-step)": {"perform_rl_step": True},
     "distillation and quantisation by ModelOpt": {"modelopt_enabled": True},
 }

@@ -16,15 +16,30 @@ pytestmark = needs_megatron
 
 
 @pytest.fixture(scope="module")
-def report() -> dict[str, Any]:
+def output() -> list[str]:
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "tests.megatron.wgrad_checks"],
         capture_output=True, text=True, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"},
     )  # fmt: skip
-    lines = [line for line in done.stdout.splitlines() if line.startswith("REPORT ")]
-    assert lines, done.stderr[-4000:]
-    found: dict[str, Any] = json.loads(lines[-1].removeprefix("REPORT "))
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout.splitlines()
+
+
+def _entry(lines: list[str], name: str) -> dict[str, Any]:
+    (line,) = [line for line in lines if line.startswith(name)]
+    found: dict[str, Any] = json.loads(line.removeprefix(name))
     return found
+
+
+@pytest.fixture(scope="module")
+def report(output: list[str]) -> dict[str, Any]:
+    return _entry(output, "REPORT ")
+
+
+def test_w_holds_one_gradient_at_a_time_and_autograd_copies_none(output: list[str]) -> None:
+    seen = _entry(output, "MEMORY ")
+    assert seen["alive"] == [1] * 5
+    assert seen["kept"] == [True] * 5
 
 
 @pytest.mark.parametrize("kind", ["plain", "overlap", "fused", "fused overlap"])

@@ -27,7 +27,9 @@ from megatron.core.distributed.param_and_grad_buffer import (  # noqa: E402
 )
 from megatron.core.tensor_parallel import layers, random  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
+from torch.multiprocessing.reductions import StorageWeakRef  # noqa: E402
 
+from megatron_optpipe.megatron import wgrad  # noqa: E402
 from megatron_optpipe.megatron.wgrad import WeightGradSplit  # noqa: E402
 
 NUM_MICROBATCHES = 4
@@ -149,6 +151,46 @@ def check(overlap: bool, fused: bool) -> dict[str, Any]:
     }
 
 
+def one_at_a_time() -> dict[str, Any]:
+    """How many weight gradients W keeps alive, and whether autograd copies them."""
+    config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2)
+    chain = [
+        layers.ColumnParallelLinear(8, 8, config=config, init_method=torch.nn.init.normal_)
+        for _ in range(5)
+    ]
+    made: list[StorageWeakRef] = []
+    alive: list[int] = []
+    kept: list[bool] = []
+    compute = wgrad._weight_gradient
+
+    def watched(pending: Any) -> torch.Tensor | None:
+        gradient = compute(pending)
+        assert gradient is not None
+        made.append(StorageWeakRef(gradient.untyped_storage()))
+        return gradient
+
+    def hook(weight: torch.Tensor) -> None:
+        assert weight.grad is not None
+        alive.append(sum(not ref.expired() for ref in made))
+        kept.append(made[-1].cdata == weight.grad.untyped_storage()._weak_ref())
+        weight.grad = None
+
+    for linear in chain:
+        linear.weight.register_post_accumulate_grad_hook(hook)
+    split = WeightGradSplit()
+    x = torch.randn(3, 2, 8, requires_grad=True)
+    with split.splitting(0, 0):
+        for linear in chain:
+            x = linear(x)[0]
+    x.sum().backward()
+    wgrad._weight_gradient = watched
+    try:
+        split.run(0, 0)
+    finally:
+        wgrad._weight_gradient = compute
+    return {"alive": alive, "kept": kept}
+
+
 def main() -> None:
     os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     store = torch.distributed.HashStore()
@@ -159,11 +201,13 @@ def main() -> None:
         "plain": check(overlap=False, fused=False),
         "overlap": check(overlap=True, fused=False),
     }
+    memory = one_at_a_time()
     layers.fused_weight_gradient_mlp_cuda = Fused
     layers._grad_accum_fusion_available = True
     report["fused"] = check(overlap=False, fused=True)
     report["fused overlap"] = check(overlap=True, fused=True)
     report["fused"]["kernel_calls"] = Fused.calls
+    print("MEMORY " + json.dumps(memory))
     print("REPORT " + json.dumps(report))
 
 

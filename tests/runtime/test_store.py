@@ -259,6 +259,22 @@ def test_transfers_out_of_order_are_refused() -> None:
         store.reload(R).allocate()
 
 
+def test_what_was_emptied_to_be_computed_again_stays() -> None:
+    """Megatron's recomputation of a norm's output fills the very storage that it emptied."""
+    store = ActivationStore()
+    emptied, plain = torch.randn(2048), torch.randn(1024)
+    wanted = emptied.clone()
+    saved = Round(store, emptied, plain)
+    emptied.untyped_storage().resize_(0)
+    there_and_back(store)
+    assert store.moved_bytes == 1024 * 4
+    emptied.untyped_storage().resize_(2048 * 4)
+    emptied.untyped_storage().copy_(wanted.untyped_storage())
+    again, other = saved.back()
+    assert torch.equal(again, wanted)
+    assert torch.equal(other, plain)
+
+
 @pytest.mark.parametrize("moved", [False, True])
 def test_a_write_in_place_is_noticed(moved: bool) -> None:
     """With hooks autograd does not look, and a copy would hide it."""
