@@ -6,6 +6,11 @@ What makes this correct:
   has been made to wait for the last copy that uses it. The caching allocator then orders its reuse
   by the compute stream alone, and ``record_stream`` (which delays reuse until some later poll, and
   so makes memory depend on luck) is not needed.
+* Once the compute stream waits for an offload, it is behind all earlier offloads of the device too:
+  they are on one stream, and the order of streams is transitive. So their memory goes back as well.
+  The plan counts on that: it names only the last offload that an allocation needs
+  (``memory_waits``). A reload that waits for an offload makes the compute stream wait for it, so
+  neither a reload nor a mark is ever behind an offload that the compute stream is not behind.
 * The copies of a reload wait for the compute stream as it was when their memory was allocated:
   what used that memory before may still be running.
 * A host buffer is used by copies only. It goes back to the pool as soon as the reload out of it
@@ -50,10 +55,15 @@ class CudaMark:
 
 
 class CudaJobEvent:
-    """The end of a job's copies; the source memory goes back when the compute has waited."""
+    """The end of a job's copies; the source memory goes back when the compute has waited.
 
-    def __init__(self, job: Job, lanes: CudaLanes) -> None:
+    ``offloads``: the compute stream that waits for it is behind so many offloads of this iteration.
+    For an offload its own place in the lane, from 1. For a reload 0: nothing that is not known.
+    """
+
+    def __init__(self, job: Job, lanes: CudaLanes, offloads: int = 0) -> None:
         self.job = job
+        self.offloads = offloads
         self.event = torch.cuda.Event()
         self.issued = threading.Event()
         self.turn_passed = threading.Event()
@@ -62,11 +72,11 @@ class CudaJobEvent:
         self._released = False
 
     def wait(self) -> None:
-        """Make the compute stream wait, then give the source memory back."""
+        """Make the compute stream wait; then give back the memory of all that it is behind now."""
         while not self.issued.wait(POLL_S):
             self._lanes.abort.check()
         self._lanes.compute.wait_event(self.event)
-        self.release()
+        self._lanes.passed(self)
 
     def done(self) -> bool:
         """Whether the copies have ended on the device."""
@@ -96,8 +106,7 @@ class CudaLane:
 
     def submit(self, job: Job) -> CudaJobEvent:
         """Issue the job now, or queue it for the thread that waits for its turn."""
-        event = CudaJobEvent(job, self._lanes)
-        self._lanes.pending.append(event)
+        event = self._lanes.enlist(job)
         if self._thread is None:
             if job.turns:
                 raise RuntimeError(
@@ -197,13 +206,41 @@ class CudaLanes:
         self.compute = torch.cuda.current_stream()
         self.device = self.compute.device
         self.pending: list[CudaJobEvent] = []
+        self._offloads: list[CudaJobEvent] = []
+        """The offloads of this iteration, in the order of the lane."""
+        self._num_passed = 0
+        """So many of them the compute stream is known to be behind; their memory is given back."""
+        self._lock = threading.Lock()
         self.offload = CudaLane("offload", self)
         self.reload = CudaLane("reload", self)
 
     def begin(self) -> None:
         """A new iteration starts."""
+        self._forget_offloads()
         if self.turns is not None:
             self.turns.begin()
+
+    def enlist(self, job: Job) -> CudaJobEvent:
+        """The event of a job that is submitted now."""
+        is_offload = job.op.kind == "O"
+        with self._lock:
+            event = CudaJobEvent(job, self, len(self._offloads) + 1 if is_offload else 0)
+            if is_offload:
+                self._offloads.append(event)
+        self.pending.append(event)
+        return event
+
+    def passed(self, event: CudaJobEvent) -> None:
+        """The compute stream has been made to wait for ``event``: give back all that it is behind.
+
+        Any thread may call it. Offloads before an issued one are issued too. Inside the lock, as
+        in ``release``: who comes second goes on only when all of that memory has been given back.
+        """
+        with self._lock:
+            for offload in self._offloads[self._num_passed : event.offloads]:
+                offload.release()
+            self._num_passed = max(self._num_passed, event.offloads)
+        event.release()
 
     def mark(self, op: Op) -> CudaMark:
         """The end of what has been issued to the compute stream."""
@@ -222,11 +259,18 @@ class CudaLanes:
             while self.turns is not None and not event.turn_passed.wait(POLL_S):
                 self.abort.check()
         self.pending.clear()
+        self._forget_offloads()
 
     def close(self) -> None:
         """End the threads."""
         self.offload.close()
         self.reload.close()
+
+    def _forget_offloads(self) -> None:
+        """Places are counted anew in each iteration."""
+        with self._lock:
+            self._offloads.clear()
+            self._num_passed = 0
 
     def _free_ended(self) -> None:
         """Only offloads: a reload's release hands its memory to B, which waits for it anyway.
