@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -314,6 +315,17 @@ def test_exit_codes(error: Exception, code: int) -> None:
     known = user_error(error)
     assert known is not None
     assert known.exit_code == code
+
+
+@pytest.mark.parametrize(
+    ("number", "remedy"),
+    [(errno.ENOSPC, "make room"), (errno.EROFS, "another place"), (errno.EACCES, "permissions")],
+)
+def test_a_failure_of_the_file_system_says_what_to_do(number: int, remedy: str) -> None:
+    known = user_error(OSError(number, "It failed", "some/file"))
+    assert known is not None
+    assert known.message.startswith("some/file: It failed; ")
+    assert remedy in known.message
 
 
 def test_one_line_is_one_short_printable_line() -> None:

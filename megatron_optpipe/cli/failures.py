@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from typing import NamedTuple
 
 import click
@@ -53,8 +54,21 @@ def user_error(error: Exception) -> UserError | None:
     return None
 
 
+_REMEDIES = {
+    errno.ENOENT: "correct the name",
+    errno.EACCES: "change its permissions or choose another place",
+    errno.EEXIST: "it is no directory; name another place",
+    errno.EISDIR: "it is a directory; name a file",
+    errno.ENOTDIR: "a part of that name is no directory; correct it",
+    errno.ENOSPC: "make room or choose another place",
+    errno.EROFS: "choose another place",
+}
+
+
 def _of_os(error: OSError) -> str:
     reason = error.strerror or str(error)
+    if error.errno in _REMEDIES:
+        reason = f"{reason}; {_REMEDIES[error.errno]}"
     return f"{error.filename}: {reason}" if error.filename is not None else reason
 
 

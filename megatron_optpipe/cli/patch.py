@@ -75,6 +75,9 @@ def export(checkout: Path, patch_file: Path | None) -> None:
         return
     from megatron_optpipe.cli.files import require_writable
 
-    require_writable(patch_file)
-    patch_file.write_bytes(diff)
+    require_writable(patch_file, *(checkout / name for name in patcher.status(checkout).files))
+    try:
+        patch_file.write_bytes(diff)
+    except OSError as failure:
+        raise OSError(failure.errno, failure.strerror, str(patch_file)) from failure
     click.echo(f"written to {patch_file}")

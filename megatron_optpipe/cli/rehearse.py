@@ -57,7 +57,7 @@ def rehearse(
     if log_dir is not None:
         log_dir.mkdir(parents=True, exist_ok=True)
 
-    from megatron_optpipe.core.problem import write_atomically
+    from megatron_optpipe.core.files import write_atomically
     from megatron_optpipe.runtime.rehearse import rehearse as run
 
     report = run(problem, plan, scale=scale, iterations=iterations, rendezvous=rendezvous)

@@ -53,7 +53,7 @@ def show(problem_file: Path, plan_file: Path, output_file: Path, measured_dir: P
 
         measured = read_measured(problem, measured_dir)
     if ending in TRACES:
-        from megatron_optpipe.core.problem import write_atomically
+        from megatron_optpipe.core.files import write_atomically
         from megatron_optpipe.view.trace import trace_json
 
         write_atomically(output_file, trace_json(problem, plan, measured))

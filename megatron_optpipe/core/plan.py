@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_optpipe.core.errors import PlanError
+from megatron_optpipe.core.files import write_atomically
 from megatron_optpipe.core.op import COMPUTE, TRANSFER, Op
-from megatron_optpipe.core.problem import write_atomically
 from megatron_optpipe.core.schema import read_json, require_schema
 
 SCHEMA = "optpipe.plan/1"

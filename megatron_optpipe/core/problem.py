@@ -10,7 +10,6 @@ import copy
 import hashlib
 import json
 import math
-import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -18,10 +17,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_optpipe.core.errors import ProblemError
+from megatron_optpipe.core.files import write_atomically
 from megatron_optpipe.core.op import COMPUTE, TRANSFER, Op
 from megatron_optpipe.core.schema import canonical_number, read_json, require_schema
 
 SCHEMA = "optpipe.problem/1"
+
+LEAST_OP_MS = 1e-5
+"""10 ns: a shorter F or B would begin and end at the same time, as the contract compares times."""
 
 MAX_TOTAL_MS = 4e9
 """46 days: above 2^32 ms a double no longer resolves the contract's tolerance of 1e-6 ms."""
@@ -247,24 +250,6 @@ def save_problem(problem: Problem, path: str | Path) -> None:
     write_atomically(path, json.dumps(problem.to_dict(), indent=1) + "\n")
 
 
-def write_atomically(path: str | Path, text: str) -> None:
-    """Write a text file beside its place, then rename it into place; through a symbolic link.
-
-    What is no regular file (``/dev/null``, a pipe) is written to as it is, never replaced.
-    """
-    target = Path(path).resolve()
-    if target.exists() and not target.is_file():
-        target.write_text(text, encoding="utf-8")
-        return
-    # Not the process's number: threads share it, and so may ranks on two nodes of one file system.
-    partial = target.with_name(f".{target.name}.{secrets.token_hex(8)}.partial")
-    try:
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(target)
-    finally:
-        partial.unlink(missing_ok=True)
-
-
 def _canonical(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _canonical(entry) for key, entry in value.items()}
@@ -361,6 +346,12 @@ def _require_stage(index: int, stage: Stage) -> None:
     _require_number(f"{where}.forward_ms", stage.forward_ms, least=0.0, open_end=True)
     _require_number(f"{where}.backward_input_ms", stage.backward_input_ms, least=0.0, open_end=True)
     _require_number(f"{where}.backward_weight_ms", stage.backward_weight_ms, least=0.0)
+    for name in ("forward_ms", "backward_input_ms"):
+        if getattr(stage, name) < LEAST_OP_MS:
+            raise ProblemError(
+                f"{where}.{name} = {getattr(stage, name):g}: must be at least {LEAST_OP_MS:g}, so "
+                "that its start and end can be told apart to 1e-6 ms; give times in ms"
+            )
     for name in ("activation_bytes", "offload_bytes"):
         if getattr(stage, name) < 0:
             raise ProblemError(f"{where}.{name} = {getattr(stage, name)}: must be at least 0")
@@ -416,13 +407,15 @@ def _require_resolvable_times(problem: Problem) -> None:
         compute += sum(problem.duration_ms(Op(kind, stage, 0)) for kind in COMPUTE)
         if problem.can_offload(stage):
             transfers += sum(problem.duration_ms(Op(kind, stage, 0)) for kind in TRANSFER)
-    total = compute * problem.num_microbatches
-    if not total <= MAX_TOTAL_MS or not math.isfinite(transfers):
-        raise ProblemError(
-            f"the times of all ops add up to {max(total, transfers):.3g} ms: must be at most "
-            f"{MAX_TOTAL_MS:.0e} ms, so that times can be compared to 1e-6 ms; "
-            "give times in ms, or fewer microbatches"
-        )
+    for what, one in (("ops", compute), ("transfers", transfers)):
+        total = one * problem.num_microbatches
+        if not total <= MAX_TOTAL_MS:
+            remedy = "correct gbps" if what == "transfers" else "give times in ms"
+            raise ProblemError(
+                f"the times of all {what} add up to {total:.3g} ms: must be at most "
+                f"{MAX_TOTAL_MS:.0e} ms, so that times can be compared to 1e-6 ms; "
+                f"{remedy}, or plan fewer microbatches"
+            )
 
 
 def _require_number(name: str, value: float, *, least: float, open_end: bool = False) -> None:

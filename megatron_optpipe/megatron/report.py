@@ -17,8 +17,9 @@ from typing import Any
 
 import torch
 
+from megatron_optpipe.core.files import write_atomically
 from megatron_optpipe.core.plan import Plan, save_plan
-from megatron_optpipe.core.problem import Problem, save_problem, write_atomically
+from megatron_optpipe.core.problem import Problem, save_problem
 from megatron_optpipe.core.timing import summarize
 from megatron_optpipe.megatron.engine import Engine
 from megatron_optpipe.units import format_bytes, format_ms

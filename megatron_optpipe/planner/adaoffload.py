@@ -24,6 +24,8 @@ from megatron_optpipe.planner.realise import realise
 
 _MOST_VARIANTS, _OPS_TO_SCHEDULE, _COMPILED_GAIN = 16, 30_000, 20
 """Variants are tried up to so many scheduled ops (about 0.5 s of plain Python)."""
+_PLAIN_S_PER_OP, _SHARE = 8e-5, 0.3
+"""What one variant takes with offload; a second one may take this share of a time limit."""
 
 
 def basic_keys(flat: Flat, may_leave: tuple[bool, ...], *, z_late: bool = True) -> Keys:
@@ -45,11 +47,15 @@ def greedy(problem: Problem) -> Plan:
     return _shortest(problem, variants=1, method="greedy")
 
 
-def adaoffload(problem: Problem, *, compiled: bool = False) -> Plan:
-    """The shortest of the variants above. Raises ``Infeasible``."""
+def adaoffload(
+    problem: Problem, *, compiled: bool = False, time_limit_s: float = float("inf")
+) -> Plan:
+    """The shortest of the variants above, fewer for a short time limit. Raises ``Infeasible``."""
     ops = 3 * problem.num_stages * problem.num_microbatches
-    most = _OPS_TO_SCHEDULE * (_COMPILED_GAIN if compiled else 1)
-    variants = min(_MOST_VARIANTS, max(2, most // ops))
+    gain = _COMPILED_GAIN if compiled else 1
+    variants = min(_MOST_VARIANTS, max(2, _OPS_TO_SCHEDULE * gain // ops))
+    if 2 * ops * _PLAIN_S_PER_OP / gain > _SHARE * time_limit_s:
+        variants = 1
     return _shortest(problem, variants, method="adaoffload", compiled=compiled)
 
 

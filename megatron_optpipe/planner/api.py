@@ -106,7 +106,9 @@ METHODS: Mapping[str, Method] = MappingProxyType(
     {
         **{name: _classic(name) for name in CLASSIC_ORDERS},
         "greedy": lambda problem, options, earlier: greedy(problem),
-        "adaoffload": lambda problem, options, earlier: adaoffload(problem),
+        "adaoffload": lambda problem, options, earlier: adaoffload(
+            problem, time_limit_s=options.time_limit_s
+        ),
         "search": searched,
         "milp": _milp,
         "auto": auto,

@@ -33,9 +33,11 @@ _FINISH_S_PER_OP = 9e-5
 """What making, bounding and checking the final plan takes for each compute op."""
 
 
-def incumbents(problem: Problem, *, compiled: bool = False) -> list[Plan]:
+def incumbents(
+    problem: Problem, *, compiled: bool = False, time_limit_s: float = float("inf")
+) -> list[Plan]:
     """AdaOffload and the classic orders that fit. Raises ``Infeasible``."""
-    plans = [adaoffload(problem, compiled=compiled)]
+    plans = [adaoffload(problem, compiled=compiled, time_limit_s=time_limit_s)]
     large = 3 * problem.num_stages * problem.num_microbatches > _FEW_CLASSICS_OPS
     for name, orders in CLASSIC_ORDERS.items():
         if large and name not in _FEW_CLASSICS:
@@ -74,7 +76,7 @@ def _searched(
     ops = 3 * problem.num_stages * problem.num_microbatches
     deadline_s = time.monotonic() + max(0.0, limit_s - ops * _FINISH_S_PER_OP)
     compiled = ops > _LARGE_OPS and compiled_for(options.time_limit_s)
-    known = incumbents(problem, compiled=compiled)
+    known = incumbents(problem, compiled=compiled, time_limit_s=limit_s)
     if earlier is not None:
         known.append(earlier)
     starts = sorted(known, key=lambda plan: plan.makespan_ms)[:_STARTS]

@@ -111,6 +111,8 @@ class PlanCache:
 
     def _read(self, path: Path) -> tuple[Problem, Plan] | None:
         try:
+            if path.exists() and not path.is_file():
+                raise ValueError("no file")  # a pipe would be waited for
             entry = json.loads(path.read_text(encoding="ascii"))
             if entry["schema"] != SCHEMA:
                 raise OptPipeError(f"schema = {entry['schema']!r}: must be {SCHEMA!r}")

@@ -17,7 +17,12 @@ _MOST_STAGES_TO_ENUMERATE = 12
 
 
 class Infeasible(OptPipeError):
-    """No plan exists; the message names the smallest limit that would do."""
+    """No plan exists; the message names the smallest limit that would do.
+
+    A limit of the host is the smallest with which this planner finds a plan: it lets what must
+    leave a device stay away together. Where B takes memory (negative ``backward_frees_bytes``)
+    a plan could do with less by sending stages away in turn.
+    """
 
 
 @dataclass(frozen=True)
@@ -65,8 +70,9 @@ def modes(problem: Problem) -> list[Mode]:
         )
     if not found:
         raise Infeasible(
-            f"host_memory_bytes = {host}: no plan fits, one microbatch alone needs {least_host} "
-            f"bytes on the host; raise the limit to at least {least_host}, or that of the devices"
+            f"host_memory_bytes = {host}: found no plan, what must leave the devices for one "
+            f"microbatch takes {least_host} bytes on the host; raise the limit to at least "
+            f"{least_host}, or that of the devices"
         )
     return found
 

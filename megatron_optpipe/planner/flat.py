@@ -1,8 +1,9 @@
 """A problem as flat arrays of whole numbers, the form in which schedules are built quickly.
 
-Times become ticks (the longest op lasts 2**24), so that sums are exact, ties are ties, and a change
-of the time unit changes nothing. ``mirror`` reads the problem backwards in time: a pipeline
-schedule turned round is again a pipeline schedule, with B before F and W before B.
+Times become ticks (the longest op lasts 2**24; less where there are very many ops, or transfers far
+longer than ops), so that sums are exact, ties are ties, and a change of the time unit changes
+nothing. ``mirror`` reads the problem backwards in time: a pipeline schedule turned round is again
+a pipeline schedule, with B before F and W before B.
 
 Both readings have the same form: X runs up the stages, Y comes back down, Z belongs to Y (forward
 reading: X, Y, Z = F, B, W) or comes before X (mirrored: X, Y, Z = B, F, W). Between X and Y of one
@@ -15,10 +16,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from megatron_optpipe.core.errors import OptPipeError
 from megatron_optpipe.core.op import Op
 from megatron_optpipe.core.problem import Problem
 
 LONGEST_TICKS = 1 << 24
+MAX_TOTAL_TICKS = 1 << 41
+"""All ops one after another: the scheduler packs a time and what happens then into 63 bits."""
+FEWEST_TICKS = 1 << 4
+"""Ticks of the longest op below which a schedule would be too coarse."""
 NO_LIMIT = 1 << 60
 
 
@@ -95,10 +101,7 @@ def readings(
     moves: list[int] | None = None,
 ) -> Readings:
     """Flatten ``problem``. ``rely``, ``in_flight`` and ``moves``: see ``Flat``."""
-    longest = max(
-        max(s.forward_ms, s.backward_input_ms, s.backward_weight_ms) for s in problem.stages
-    )
-    tick_ms = longest / LONGEST_TICKS
+    tick_ms = _tick_ms(problem)
     names = sorted({n for d in problem.devices for n in (d.d2h, d.h2d) if n is not None})
     link_index = {name: index for index, name in enumerate(names)}
     links = [
@@ -208,6 +211,29 @@ def readings(
         mirrored=flat(True, b_ticks, f_ticks, [0] + b_hop[:-1], f_hop[1:] + [0]),
         tick_ms=tick_ms,
     )
+
+
+def _tick_ms(problem: Problem) -> float:
+    """Length of a tick: the longest op over a power of two. Raises ``OptPipeError``."""
+    longest = max(
+        max(s.forward_ms, s.backward_input_ms, s.backward_weight_ms) for s in problem.stages
+    )
+    hop = problem.p2p_ms
+    one = 2 * problem.num_stages * (max(map(max, hop)) if isinstance(hop, tuple) else hop)
+    for s in range(problem.num_stages):
+        kinds = "FBWOR" if problem.can_offload(s) else "FBW"
+        one += sum(problem.duration_ms(Op(kind, s, 0)) for kind in kinds)
+    total = one * problem.num_microbatches / longest
+    ticks = LONGEST_TICKS
+    while ticks * total > MAX_TOTAL_TICKS:
+        ticks >>= 1
+    if ticks < FEWEST_TICKS:
+        raise OptPipeError(
+            f"all ops and transfers one after another take {total:.3g} times the longest F, B or "
+            f"W: must be at most {MAX_TOTAL_TICKS / FEWEST_TICKS:.3g}, to be planned; correct gbps "
+            "and times, leave out offload_bytes, or plan fewer microbatches"
+        )
+    return longest / ticks
 
 
 def alone_bytes(problem: Problem, device: int, moves: Sequence[int]) -> int:

@@ -20,6 +20,7 @@ from megatron_optpipe.planner.store import (
     BACK_LINK,
     BACK_START,
     BLOCKED,
+    CALLED,
     CODE_BITS,
     COMPUTE_ENDS,
     DEVICE,
@@ -102,7 +103,7 @@ def reset(a: Store) -> None:
     for j in range(m):
         a[a[X_AT] + j] = a[a[Y_AT] + j] = NONE
         a[a[X_END] + j] = a[a[Y_END] + j] = 0
-    a[HOST] = 0
+    a[HOST] = a[CALLED] = 0
 
 
 def settle(a: Store, code: int) -> None:
@@ -156,12 +157,15 @@ def start_all(a: Store, now: int, heap: list[int]) -> int:
                     started += 1
                 if a[a[BLOCKED] + d] and a[a[OUT_LINK] + d] >= 0:
                     a[a[LINK_DUE] + a[a[OUT_LINK] + d]] = 1
-    for _ in range(2):  # twice: a reload short of memory calls for the offload link of its device
+    for _ in range(2):
         for link in range(a[NUM_LINKS]):
             if a[a[LINK_DUE] + link]:
                 a[a[LINK_DUE] + link] = 0
                 if a[a[LINK_KIND] + link] == IDLE and start_transfers(a, link, now, heap):
                     started += 1
+        if not a[CALLED]:
+            break
+        a[CALLED] = 0  # a reload lacks memory: the offload link of its device looks once more
     return started
 
 

@@ -12,6 +12,7 @@ from megatron_optpipe.planner.store import (
     BACK_START,
     BACK_TICKS,
     BLOCKED,
+    CALLED,
     CODE_BITS,
     DEVICE,
     FIRST,
@@ -126,7 +127,7 @@ def come_back(a: Store, link: int, now: int, heap: list[int]) -> int:
             adds = a[a[MOVES] + stage]
             if a[a[USED] + d] + adds > a[a[MEMORY] + d]:
                 a[a[BLOCKED] + d] = 1
-                a[a[LINK_DUE] + a[a[OUT_LINK] + d]] = 1
+                a[a[LINK_DUE] + a[a[OUT_LINK] + d]] = a[CALLED] = 1
                 continue
             early = 0 if next_on_device(a, stage, j) else adds
             if not safe(a, d, j, adds, early):

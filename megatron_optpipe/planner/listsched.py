@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from megatron_optpipe.core.problem import write_atomically
+from megatron_optpipe.core.files import write_atomically
 from megatron_optpipe.planner import flat, kernel, kernel_compute, kernel_memory, kernel_transfers
 from megatron_optpipe.planner import store as st
 from megatron_optpipe.planner.flat import NO_LIMIT, Flat

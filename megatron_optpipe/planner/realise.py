@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 from collections import defaultdict
 
-from megatron_optpipe.core.op import Op
+from megatron_optpipe.core.op import COMPUTE, TRANSFER, Op
 from megatron_optpipe.core.plan import Plan
 from megatron_optpipe.core.problem import Problem
 from megatron_optpipe.core.timing import Orders, data_needs, plan_from_starts
@@ -39,6 +39,13 @@ def realise_events(problem: Problem, events: list[Event], method: str) -> Plan:
     released = [0.0] * problem.num_devices
     host_releases: list[tuple[int, float]] = []
     host_released = 0.0
+    # Durations and bytes are those of a stage, whatever the microbatch.
+    lasts = {
+        (kind, stage): problem.duration_ms(Op(kind, stage, 0))
+        for stage in range(problem.num_stages)
+        for kind in (*COMPUTE, *(TRANSFER if problem.can_offload(stage) else ()))
+    }
+    changes = {(kind, stage): problem.memory_change(Op(kind, stage, 0)) for kind, stage in lasts}
     for tick, tick_end, _, _, _, op in events:
         device = problem.device_of(op.stage)
         lane = lanes.get(op.kind, compute)[device]
@@ -60,13 +67,13 @@ def realise_events(problem: Problem, events: list[Event], method: str) -> Plan:
         link = problem.link_name(op) if op.kind in lanes else ""
         if link:
             at = max(at, link_free[link])
-        taken, given = problem.memory_change(op)
+        taken, given = changes[op.kind, op.stage]
         if taken:
             pending = releases[device]
             while pending and pending[0][0] <= tick:
                 released[device] = max(released[device], heapq.heappop(pending)[1])
             at = max(at, released[device])
-        until = at + problem.duration_ms(op)
+        until = at + lasts[op.kind, op.stage]
         start[op], end[op] = at, until
         lane_free[lane_key] = until
         if link:

@@ -17,9 +17,9 @@ SCALARS = (
     NUM_STAGES, NUM_MICROBATCHES, NUM_DEVICES, NUM_LINKS, Z_FIRST, RELY, IN_FLIGHT, HOST_BYTES,
     # the habits (see Rules)
     PATIENCE, RELOAD_LEAD, LEAVE_MARGIN, WATER, RELOAD_RANK, SLACK,
-    # the state: bytes on the host
-    HOST,
-) = tuple(range(15))  # fmt: skip
+    # the state: bytes on the host; 1: a reload short of memory has called an offload link
+    HOST, CALLED,
+) = tuple(range(16))  # fmt: skip
 
 _BY_STAGE = (
     DEVICE, OWNED, X_TICKS, Y_TICKS, Z_TICKS, OUT_TICKS, BACK_TICKS, X_HOP, Y_HOP, X_TAKES, X_GIVES,
@@ -29,7 +29,7 @@ _BY_STAGE = (
     OLDEST_OUT,  # oldest microbatch that left and has not started to come back; m: none
     NEWEST_IN,  # youngest microbatch that may leave now; -1: none
     CHOICE_KIND, CHOICE_STAGE, CHOICE_READY, CHOICE_KEY,  # scratch of start_compute
-) = tuple(range(15, 45))  # fmt: skip
+) = tuple(range(16, 46))  # fmt: skip
 
 _BY_DEVICE = (
     FIRST,  # one entry more than devices
@@ -43,28 +43,28 @@ _BY_DEVICE = (
     DEVICE_DUE, FORCED,
     RETURN_BYTES,  # the most that Y of one of its stages takes on top of what cannot leave
     MOVES_ALL,  # bytes that one microbatch may have away
-) = tuple(range(45, 64))  # fmt: skip
+) = tuple(range(46, 65))  # fmt: skip
 
 _BY_LINK = (
     LINK_KIND, LINK_STAGE, LINK_J, LINK_DUE, LINK_WAKE,
     LINK_FIRST,  # where the devices of a link begin in LINK_DEVICE
-) = tuple(range(64, 70))  # fmt: skip
+) = tuple(range(65, 71))  # fmt: skip
 
-LINK_DEVICE = 70  # devices of link 0, then of link 1, ...; each device at most twice
+LINK_DEVICE = 71  # devices of link 0, then of link 1, ...; each device at most twice
 
 _BY_MICROBATCH = (
     X_AT, X_END,  # the last X that started, and its end
     Y_AT, Y_END,
-) = tuple(range(71, 75))  # fmt: skip
+) = tuple(range(72, 76))  # fmt: skip
 
 _BY_OP = (
     KEY_X, KEY_Y, KEY_Z,  # of two ops that may start, the smaller key goes
     MAY_LEAVE,  # 0: this activation stays on the device
     X_START, Y_START, Z_START, OUT_START, BACK_START,  # the schedule; -1: not (yet)
     PIN, EARLY,
-) = tuple(range(75, 86))  # fmt: skip
+) = tuple(range(76, 87))  # fmt: skip
 
-_BY_SHARE = (PINNED, EARLY_BYTES) = (86, 87)  # device * m + j
+_BY_SHARE = (PINNED, EARLY_BYTES) = (87, 88)  # device * m + j
 NONE = -1
 IDLE, X, Y, Z = 0, 1, 2, 3
 """What a device runs."""
@@ -74,7 +74,7 @@ COMPUTE_ENDS, ARRIVAL, TRANSFER_ENDS, WAKE = 0, 1, 2, 3
 """Events: time, what, and the device or link, packed in one number."""
 CODE_BITS, INDEX_BITS = 20, 16
 
-NUM_FIELDS = 88
+NUM_FIELDS = 89
 
 
 def lay_out(flat: Flat) -> list[int]:

@@ -63,8 +63,11 @@ def print_comparison(problem: Problem, rows: Sequence[MethodResult], out: IO[str
     console = Console(file=out, width=None if out.isatty() else MIN_WIDTH + 60, highlight=False)
     limits = sorted({device.memory_bytes for device in problem.devices})
     limit = " to ".join(format_bytes(value) for value in dict.fromkeys((limits[0], limits[-1])))
+    # A terminal may not know the letters of a name.
+    encoding = getattr(out, "encoding", None) or "utf-8"
+    name = one_line(problem.name or "problem").encode(encoding, "replace").decode(encoding)
     title = (
-        f"{one_line(problem.name or 'problem')}: {problem.num_devices} devices,"
+        f"{name}: {problem.num_devices} devices,"
         f" {problem.num_microbatches} microbatches, limit {limit} a device"
     )
     console.print(Text(title, style="bold"))

@@ -57,6 +57,13 @@ REFUSED: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     ),
     "offload above activation": (_set("stages", 2, "offload_bytes", 2 * 10**9), "offload_bytes"),
     "zero forward": (_set("stages", 0, "forward_ms", 0), "forward_ms"),
+    "forward too short": (
+        _set("stages", 0, "forward_ms", 9e-6),
+        "forward_ms",
+    ),
+    "backward too short": (_set("stages", 1, "backward_input_ms", 1e-9), "backward_input_ms"),
+    "ops too long to resolve": (_set("stages", 0, "forward_ms", 1e10), "all ops"),
+    "transfers too long to resolve": (_set("links", "d2h0", "gbps", 1e-9), "all transfers"),
     "negative weight": (_set("stages", 0, "backward_weight_ms", -1), "backward_weight_ms"),
     "negative memory": (_set("devices", 0, "memory_bytes", -1), "memory_bytes"),
     "zero bandwidth": (_set("links", "d2h0", "gbps", 0), "gbps"),

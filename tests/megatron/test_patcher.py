@@ -15,6 +15,7 @@ import pytest
 
 from megatron_optpipe.megatron import patcher, patcher_files
 from megatron_optpipe.megatron.patcher import PatchError
+from tests.cli_runner import optpipe, refused
 from tests.megatron.checkouts import (
     ARGUMENTS,
     SCHEDULES,
@@ -87,6 +88,21 @@ def test_the_exported_patch_does_what_apply_does(tmp_path: Path, shape: str) -> 
     assert contents(root) == by_us
     assert patcher.revert(root)
     assert git(root, "status", "--porcelain") == ""
+
+
+def test_an_exported_patch_never_replaces_a_file_that_it_patches(
+    tmp_path: Path,
+) -> None:
+    checkout = write_tree(tmp_path / "checkout")
+    before = contents(checkout)
+    (tmp_path / "link.patch").symlink_to(checkout / ARGUMENTS)
+    for output in (checkout / ARGUMENTS, tmp_path / "link.patch"):
+        line = refused(optpipe("patch", "export", checkout, "-o", output))
+        assert "is the input" in line
+    assert contents(checkout) == before
+    outcome = optpipe("patch", "export", checkout, "-o", tmp_path / "ours.patch")
+    assert outcome.code == 0
+    assert (tmp_path / "ours.patch").read_bytes() == patcher.export(checkout)
 
 
 def test_applying_twice_changes_nothing(checkout: Path) -> None:

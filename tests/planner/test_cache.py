@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import os
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -77,6 +78,17 @@ def test_a_corrupt_entry_is_ignored_with_one_warning(damage, tmp_path: Path) -> 
         assert cache.get(problem, OPTIONS) is None
     assert len(caught) == 1
     assert "ignored" in str(caught[0].message)
+
+
+def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
+    cache = PlanCache(tmp_path)
+    problem = _problem()
+    cache.put(problem, OPTIONS, _planned(problem))
+    (path,) = tmp_path.glob("*.json")
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.warns(RuntimeWarning, match="ignored"):
+        assert cache.get(problem, OPTIONS) is None
 
 
 def test_an_entry_with_an_invalid_plan_is_ignored(tmp_path: Path) -> None:

@@ -52,6 +52,16 @@ def test_the_shortage_is_exact() -> None:
         assert again.feasible is fits
 
 
+def test_a_name_that_the_terminal_cannot_show_is_shown_as_far_as_it_goes() -> None:
+    problem = replace(load_problem(OFFLOAD), name="mod\u00e8le \u2603")
+    for encoding, shown in (("ascii", "mod?le ?"), ("utf-8", problem.name)):
+        written = io.BytesIO()
+        out = io.TextIOWrapper(written, encoding=encoding)
+        print_comparison(problem, compare_methods(problem, methods=["greedy"]), out)
+        out.flush()
+        assert shown in written.getvalue().decode(encoding)
+
+
 def test_csv_is_a_table_of_the_frozen_columns() -> None:
     problem = load_problem(OFFLOAD)
     rows = compare_methods(problem, methods=QUICK)

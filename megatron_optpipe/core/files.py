@@ -1,0 +1,34 @@
+"""Text files that a reader sees whole or not at all."""
+
+from __future__ import annotations
+
+import secrets
+from pathlib import Path
+
+
+def write_atomically(path: str | Path, text: str) -> None:
+    """Write a text file beside its place, then rename it into place; through a symbolic link.
+
+    What is no regular file (``/dev/null``, a pipe) is written to as it is, never replaced.
+
+    Raises:
+        OSError: with the name of the file, which a failed write alone does not have.
+    """
+    target = Path(path).resolve()
+    try:
+        if target.exists() and not target.is_file():
+            target.write_text(text, encoding="utf-8")
+        else:
+            _replace(target, text)
+    except OSError as failure:
+        raise OSError(failure.errno, failure.strerror, str(path)) from failure
+
+
+def _replace(target: Path, text: str) -> None:
+    # Not the process's number: threads share it, and so may ranks on two nodes of one file system.
+    partial = target.with_name(f".{target.name}.{secrets.token_hex(8)}.partial")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(target)
+    finally:
+        partial.unlink(missing_ok=True)
