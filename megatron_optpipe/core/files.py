@@ -9,15 +9,17 @@ from pathlib import Path
 def write_atomically(path: str | Path, text: str) -> None:
     """Write a text file beside its place, then rename it into place; through a symbolic link.
 
-    What is no regular file (``/dev/null``, a pipe) is written to as it is, never replaced.
+    What is no regular file (``/dev/null``, a pipe) is written to as it is, never replaced, and so
+    is an open file by its name under ``/dev`` (``/dev/stdout``).
 
     Raises:
         OSError: with the name of the file, which a failed write alone does not have.
     """
     target = Path(path).resolve()
     try:
-        if target.exists() and not target.is_file():
-            target.write_text(text, encoding="utf-8")
+        device = Path(path).absolute().is_relative_to("/dev")
+        if device or (target.exists() and not target.is_file()):
+            Path(path).write_text(text, encoding="utf-8")
         else:
             _replace(target, text)
     except OSError as failure:

@@ -37,6 +37,7 @@ class PlanCache:
 
     def __init__(self, directory: str | Path) -> None:
         self.directory = Path(directory)
+        self._ignored: set[Path] = set()
 
     def get(self, problem: Problem, options: PlannerOptions) -> Plan | None:
         """The plan kept for exactly this problem and these options, checked again."""
@@ -120,7 +121,9 @@ class PlanCache:
         except FileNotFoundError:
             return None  # another rank tidied up
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as failure:
-            _warn(f"{path.name}: unreadable ({type(failure).__name__}); ignored")
+            if path not in self._ignored:
+                self._ignored.add(path)
+                _warn(f"{path.name}: unreadable ({type(failure).__name__}); ignored")
             return None
 
     def _drop_oldest(self) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -37,3 +39,15 @@ def test_a_failed_write_keeps_the_old_text_and_names_the_file(
     assert caught.value.filename == str(path)
     assert path.read_text() == "old"
     assert [entry.name for entry in tmp_path.iterdir()] == ["a.json"]
+
+
+def test_an_open_file_by_its_device_name_is_written_to_not_replaced(tmp_path: Path) -> None:
+    code = (
+        "from megatron_optpipe.core.files import write_atomically;"
+        "write_atomically('/dev/stdout', 'text')"
+    )
+    with (tmp_path / "out").open("w+") as out:
+        subprocess.run([sys.executable, "-c", code], stdout=out, check=True, cwd=tmp_path)
+        out.seek(0)
+        assert out.read() == "text"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["out"]

@@ -76,6 +76,7 @@ def test_a_corrupt_entry_is_ignored_with_one_warning(damage, tmp_path: Path) -> 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         assert cache.get(problem, OPTIONS) is None
+        assert cache.nearest(problem) is None
     assert len(caught) == 1
     assert "ignored" in str(caught[0].message)
 
