@@ -56,13 +56,14 @@ def main() -> int:
     args = parser.parse_args()
     one = partial(compare, time_limit_s=args.time_limit, states=args.states)
     rows: list[Row] = []
+    say = partial(print, flush=True)
     with ProcessPoolExecutor(args.jobs) as pool:
         for row in pool.map(one, range(args.first, args.first + args.seeds)):
             rows.append(row)
             if row.optimum is None:
-                print(f"seed {row.seed}: not settled; ours {row.makespan:g}, {row.status}")
+                say(f"seed {row.seed}: not settled; ours {row.makespan:g}, {row.status}")
             elif abs(row.makespan - row.optimum) > 1e-5:
-                print(f"seed {row.seed}: {row.makespan:g}, optimum {row.optimum:g}, {row.status}")
+                say(f"seed {row.seed}: {row.makespan:g}, optimum {row.optimum:g}, {row.status}")
     settled = [row for row in rows if row.optimum is not None]
     equal = sum(abs(row.makespan - (row.optimum or 0.0)) <= 1e-5 for row in settled)
     proven = sum(row.status.startswith("optimal") for row in rows)
