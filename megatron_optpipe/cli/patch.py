@@ -74,10 +74,8 @@ def export(checkout: Path, patch_file: Path | None) -> None:
         click.echo(diff, nl=False)
         return
     from megatron_optpipe.cli.files import require_writable
+    from megatron_optpipe.core.files import write_atomically
 
     require_writable(patch_file, *(checkout / name for name in patcher.status(checkout).files))
-    try:
-        patch_file.write_bytes(diff)
-    except OSError as failure:
-        raise OSError(failure.errno, failure.strerror, str(patch_file)) from failure
+    write_atomically(patch_file, diff)
     click.echo(f"written to {patch_file}")

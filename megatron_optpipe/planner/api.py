@@ -86,7 +86,7 @@ def _classic(name: str) -> Method:
 def _milp(problem: Problem, options: PlannerOptions, earlier: Plan | None = None) -> Plan:
     """The MILP of the paper from the best incumbent: as a whole, or a window at a time."""
     began = time.monotonic()
-    known = incumbents(problem)
+    known = incumbents(problem, time_limit_s=options.time_limit_s)
     best = shortest(problem, known if earlier is None else [*known, earlier])
     left = options.time_limit_s - (time.monotonic() - began)
     answer = search_milp(

@@ -26,12 +26,12 @@ def test_a_failed_write_keeps_the_old_text_and_names_the_file(
     path = tmp_path / "a.json"
     write_atomically(path, "old")
 
-    def full(self: Path, text: str, **_: object) -> int:
-        with self.open("w") as file:
-            file.write(text[:1])
+    def full(self: Path, data: bytes) -> int:
+        with self.open("wb") as file:
+            file.write(data[:1])
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(Path, "write_text", full)
+    monkeypatch.setattr(Path, "write_bytes", full)
     with pytest.raises(OSError, match="No space left") as caught:
         write_atomically(path, "new")
     monkeypatch.undo()
